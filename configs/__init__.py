@@ -1,0 +1,1 @@
+"""Experiments as Python files: a docstring (command, time, expected result) and `get_config()`."""

@@ -1,0 +1,1 @@
+"""The command line, ablations, benchmarks and studies."""

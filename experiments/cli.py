@@ -1,0 +1,227 @@
+"""The command line: `kvjax list`, `kvjax ablate`, `kvjax generate`, `kvjax bench`."""
+
+import dataclasses
+import importlib
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+# Nothing here imports jax: --help and typing errors must answer at once.
+INTERRUPTED = 130
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class List:
+    """Show what can be chosen: layouts, codecs, policies and position rules with their knobs.
+
+    Also what goes together, and which models, texts and configs there are.
+
+    Try this:
+
+        kvjax list
+    """
+
+    def run(self) -> int:
+        """Print the listing."""
+        from experiments.listing import print_listing
+
+        print_listing(_console())
+        return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ablate:
+    """Compare caches on one model and one text: what each costs, and what it loses.
+
+    Every variant of the config becomes a row (bytes, perplexity, KL and agreement with the exact
+    cache, prefill and decode speed, compile time), written as it finishes; then results.csv,
+    report.md and plots. The same command goes on where it was stopped and tries failed variants
+    again. Exit code 1: a variant failed; 2: something in the command or the config is wrong.
+
+    Try these:
+
+        kvjax ablate configs/quickstart.py
+
+        kvjax ablate quickstart --set num_tokens=512 --set chunk=1 --out runs/a
+
+        kvjax ablate quickstart --set "variants.int4.codec=int(bits=4, group_size=64)" --out runs/b
+    """
+
+    config: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CONFIG")]
+    """A Python file with get_config(), or the name of one that comes with kvjax."""
+    set: Annotated[
+        tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY=VALUE")
+    ] = ()
+    """Change a value of the config; dots reach into it. May be given several times."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """Folder of the results; runs/NAME-OF-THE-CONFIG if not given."""
+    implementation: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """Attention implementation of all variants: auto, reference or xla."""
+
+    def run(self) -> int:
+        """Run the ablation."""
+        _keep_compiled_programs()
+        from experiments.ablate import run_ablation
+        from experiments.configuration import apply_overrides, find_config, load_config
+
+        config = apply_overrides(load_config(self.config), self.set)
+        if self.implementation is not None:
+            config = config.with_implementation(self.implementation)
+        out = self.out or Path("runs") / find_config(self.config).stem
+        return run_ablation(config, out, console=_console(), command=self._command())
+
+    def _command(self) -> str:
+        """The command as a user would type it."""
+        words = ["kvjax", "ablate", self.config]
+        words += [word for each in self.set for word in ("--set", each)]
+        words += ["--out", str(self.out)] if self.out else []
+        words += ["--implementation", self.implementation] if self.implementation else []
+        return shlex.join(words)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generate:
+    """Continue a prompt with any cache; the text appears token by token.
+
+    Try these:
+
+        kvjax generate "The sea is" --max-new-tokens 40
+
+        kvjax generate "The sea is" --cache "codec=int(bits=4)" --cache "layout=paged(page_size=32)"
+
+        kvjax generate "The sea is" --cache "policy=window(window=64)" --temperature 0.8 --seed 1
+    """
+
+    prompt: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PROMPT")]
+    """The text to continue."""
+    cache: Annotated[
+        tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="CHOICE=MEMBER")
+    ] = ()
+    """A choice of the cache, as `kvjax list` shows them. May be given several times."""
+    model: str = "smollm2-135m"
+    """A name that `kvjax list` shows, a Hugging Face folder, or a .gguf file."""
+    dtype: str = "float32"
+    """Of weights and activations: float32 or bfloat16."""
+    max_new_tokens: int = 64
+    """Most new tokens; an end-of-text token ends earlier."""
+    temperature: float = 0.0
+    """0 takes the likeliest token, higher is more random."""
+    top_p: float = 1.0
+    """Draw from the fewest likeliest tokens that reach this probability."""
+    seed: int = 0
+    """Of the random draws."""
+
+    def run(self) -> int:
+        """Generate."""
+        _keep_compiled_programs()
+        from experiments.generate import generate, parse_cache
+        from kvjax import Sampling
+
+        generate(
+            self.prompt,
+            cache=parse_cache(self.cache),
+            model=self.model,
+            dtype=self.dtype,
+            max_new_tokens=self.max_new_tokens,
+            sampling=Sampling(temperature=self.temperature, top_p=self.top_p, seed=self.seed),
+        )
+        return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Measure prefill and decode speed on this machine; `kvjax bench --help` shows its options.
+
+    Try this:
+
+        kvjax bench --help
+    """
+
+    def run(self) -> int:
+        """Never called: `main` hands everything after `bench` to the benchmarks."""
+        raise NotImplementedError
+
+
+COMMANDS: dict[str, type] = {"list": List, "ablate": Ablate, "generate": Generate, "bench": Bench}
+
+HELP = """usage: kvjax COMMAND [options]
+
+A laboratory for the key-value cache of transformer decoders.
+
+commands:
+{commands}
+
+`kvjax COMMAND --help` shows the options of a command, with examples. A good start:
+  kvjax list
+  kvjax ablate configs/quickstart.py
+  kvjax generate "The sea is" --cache "codec=int(bits=4)"
+"""
+
+
+def help_text() -> str:
+    """The overview: each command with the first line of its doc."""
+    lines = [(name, (cls.__doc__ or "").partition("\n")[0]) for name, cls in COMMANDS.items()]
+    return HELP.format(commands="\n".join(f"  {name:<10}{line}" for name, line in lines))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit code.
+
+    0 is good, 1 says that a variant failed, 2 that the user has something to mend (one line on
+    standard error says what), 130 that it was interrupted.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(help_text(), end="")
+        return 0
+    if arguments[0] == "bench":
+        return _guarded(lambda: _bench(arguments[1:]))
+    try:
+        command = tyro.extras.subcommand_cli_from_dict(
+            COMMANDS,
+            prog="kvjax",
+            description="A laboratory for the key-value cache of transformer decoders.",
+            args=arguments,
+        )
+    except SystemExit as stop:  # --help, or a typing error that tyro has explained
+        return stop.code if isinstance(stop.code, int) else 2
+    return _guarded(command.run)
+
+
+def _guarded(run: Callable[[], int]) -> int:
+    """Turn errors that a user can mend into one line and exit code 2."""
+    from kvjax.errors import KvjaxError
+
+    try:
+        return run()
+    except KvjaxError as error:
+        print(f"kvjax: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("kvjax: interrupted; finished rows are kept", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _bench(arguments: list[str]) -> int:
+    _keep_compiled_programs()
+    return importlib.import_module("experiments.bench.main").run(arguments)
+
+
+def _keep_compiled_programs() -> None:
+    from experiments.environment import enable_compilation_cache
+
+    warning = enable_compilation_cache()
+    if warning:
+        print(f"kvjax: warning: {warning}", file=sys.stderr)
+
+
+def _console():
+    """A console that never cuts a table: files and pipes have no width."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=160)

@@ -1,0 +1,33 @@
+"""The cache algebra: cache = layout x codec x policy x position rule."""
+
+from kvjax.cache.accounting import ByteReport
+from kvjax.cache.base import (
+    ROTATED_ABSOLUTE,
+    UNROTATED_ABSOLUTE,
+    UNROTATED_SLOT,
+    PositionRule,
+)
+from kvjax.cache.cache import KV, Cache
+from kvjax.cache.codecs import CODECS
+from kvjax.cache.config import CacheConfig, Codecs, LayerPattern
+from kvjax.cache.layouts import LAYOUTS
+from kvjax.cache.legality import RULES, illegal_reasons
+from kvjax.cache.policies import POLICIES
+
+__all__ = [
+    "CODECS",
+    "KV",
+    "LAYOUTS",
+    "POLICIES",
+    "ROTATED_ABSOLUTE",
+    "RULES",
+    "UNROTATED_ABSOLUTE",
+    "UNROTATED_SLOT",
+    "ByteReport",
+    "Cache",
+    "CacheConfig",
+    "Codecs",
+    "LayerPattern",
+    "PositionRule",
+    "illegal_reasons",
+]

@@ -1,0 +1,19 @@
+"""Codecs: how a token's entry is encoded. One idea a file, one line here.
+
+A codec meets `kvjax.cache.base.Codec`; being listed it appears in `kvjax list`, in configs and in
+the conformance suite.
+"""
+
+from kvjax.cache.codecs.int import Int
+from kvjax.cache.codecs.raw import Raw
+from kvjax.registry import Registry
+
+CODECS = Registry(
+    "codec",
+    {
+        "raw": Raw,
+        "int": Int,
+    },
+)
+
+__all__ = ["CODECS", "Int", "Raw"]

@@ -1,0 +1,191 @@
+"""`CacheConfig`: the four choices of a cache, checked when it is built."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from kvjax.cache.base import (
+    ROTATED_ABSOLUTE,
+    Codec,
+    Layout,
+    Policy,
+    PositionRule,
+    check_at_least,
+)
+from kvjax.cache.codecs import CODECS, Raw
+from kvjax.cache.layouts import LAYOUTS, Contiguous
+from kvjax.cache.legality import illegal_reasons
+from kvjax.cache.policies import POLICIES, KeepAll
+from kvjax.dims import CacheDims
+from kvjax.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Codecs:
+    """Different codecs for keys and values.
+
+    >>> from kvjax import Int
+    >>> Codecs(k=Int(bits=4, axis="channel"), v=Int(bits=4)).k.group
+    32
+    """
+
+    k: Codec = dataclasses.field(default_factory=Raw)
+    v: Codec = dataclasses.field(default_factory=Raw)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """layout x codec x policy x position rule.
+
+    Members may be given by name and knobs, as text: `CacheConfig(policy="window(window=256)")`.
+
+    Attributes:
+        layout: where the bytes of a slot live.
+        codec: how entries are encoded; `Codecs(k=..., v=...)` where keys and values differ.
+        policy: who stays and who is visible.
+        positions: what position a slot's key stands for: a `PositionRule` or its name.
+        slack: newest tokens that `rollback` may forget.
+        implementation: which attention implementation runs.
+
+    Raises:
+        ConfigError: an unknown name or knob, or members that do not go together, with the reason.
+
+    >>> CacheConfig(codec="int(bits=4)").label
+    'contiguous / int(bits=4) / keep_all / rotated_absolute'
+    """
+
+    layout: Layout = dataclasses.field(default_factory=Contiguous)
+    codec: Codec | Codecs = dataclasses.field(default_factory=Raw)
+    policy: Policy = dataclasses.field(default_factory=KeepAll)
+    positions: PositionRule = ROTATED_ABSOLUTE
+    slack: int = 0
+    implementation: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name, parse in (
+            ("layout", LAYOUTS.parse),
+            ("codec", CODECS.parse),
+            ("policy", POLICIES.parse),
+            ("positions", PositionRule.parse),
+        ):
+            value = getattr(self, name)
+            if type(value) is str:
+                object.__setattr__(self, name, parse(value))
+        check_at_least(self, slack=0)
+        LAYOUTS.name_of(self.layout)
+        POLICIES.name_of(self.policy)
+        for codec in self.codecs.values():
+            CODECS.name_of(codec)
+        reasons = illegal_reasons(self)
+        if reasons:
+            raise ConfigError(f"illegal cache {self.label}: {'; '.join(reasons)}")
+
+    @property
+    def codecs(self) -> dict[str, Codec]:
+        """Codec of each field of an entry."""
+        if type(self.codec) is Codecs:
+            return {"k": self.codec.k, "v": self.codec.v}
+        return {"k": self.codec, "v": self.codec}
+
+    @property
+    def label(self) -> str:
+        """One line that tells the four choices apart."""
+        codecs = list(dict.fromkeys(member_label(CODECS, c) for c in self.codecs.values()))
+        parts = [
+            member_label(LAYOUTS, self.layout),
+            " + ".join(codecs),
+            member_label(POLICIES, self.policy),
+            self.positions.name,
+        ]
+        return " / ".join(parts + ([f"slack={self.slack}"] if self.slack else []))
+
+    def replace(self, **changes: Any) -> "CacheConfig":
+        """Return a copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    def for_layers(self, num_layers: int) -> tuple["CacheConfig", ...]:
+        """The same config for every layer."""
+        return (self,) * num_layers
+
+    def init(self, dims: CacheDims, batch: int, max_len: int):
+        """Allocate an empty `Cache` for `batch` sequences of up to `max_len` tokens."""
+        from kvjax.cache.cache import init_cache
+
+        return init_cache(self, dims, batch, max_len)
+
+    def predict_nbytes(self, dims: CacheDims, batch: int, max_len: int):
+        """`ByteReport` of the cache that `init` would allocate, without allocating it."""
+        from kvjax.cache.accounting import predict_nbytes
+
+        return predict_nbytes(self, dims, batch, max_len)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerPattern:
+    """Layers that differ: a default and exceptions by layer; negative layers count from the end.
+
+    >>> from kvjax import Int
+    >>> ends = LayerPattern(CacheConfig(codec=Int(bits=4)), {0: CacheConfig(), -1: CacheConfig()})
+    >>> [c.label.split(" / ")[1] for c in ends.for_layers(3)]
+    ['raw', 'int(bits=4)', 'raw']
+    """
+
+    default: CacheConfig
+    exceptions: tuple[tuple[int, CacheConfig], ...] | Mapping[int, CacheConfig] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "exceptions", tuple(dict(self.exceptions).items()))
+
+    @property
+    def label(self) -> str:
+        """One line: the default, then each exception."""
+        others = [f"layer {i}: {c.label}" for i, c in self.exceptions]
+        return "; ".join([self.default.label, *others])
+
+    @property
+    def implementation(self) -> str:
+        """Attention implementation of the default layers."""
+        return self.default.implementation
+
+    def replace(self, **changes: Any) -> "LayerPattern":
+        """Return a copy with some fields changed in every layer."""
+        exceptions = {i: c.replace(**changes) for i, c in self.exceptions}
+        return LayerPattern(self.default.replace(**changes), exceptions)
+
+    def for_layers(self, num_layers: int) -> tuple[CacheConfig, ...]:
+        """The config of each layer."""
+        layers = [self.default] * num_layers
+        for index, config in self.exceptions:
+            if not -num_layers <= index < num_layers:
+                raise ConfigError(f"pattern names layer {index}; the model has {num_layers}")
+            layers[index] = config
+        return tuple(layers)
+
+    def init(self, dims: CacheDims, batch: int, max_len: int):
+        """Allocate an empty `Cache`; see `CacheConfig.init`."""
+        from kvjax.cache.cache import init_cache
+
+        return init_cache(self, dims, batch, max_len)
+
+    def predict_nbytes(self, dims: CacheDims, batch: int, max_len: int):
+        """Predict the bytes of `init`; see `CacheConfig.predict_nbytes`."""
+        from kvjax.cache.accounting import predict_nbytes
+
+        return predict_nbytes(self, dims, batch, max_len)
+
+
+def member_label(registry, member) -> str:
+    """Name of a member and the knobs that differ from their defaults.
+
+    >>> from kvjax import Window
+    >>> member_label(POLICIES, Window(window=8))
+    'window(window=8)'
+    """
+    knobs = [
+        f"{field.name}={getattr(member, field.name)!r}"
+        for field in dataclasses.fields(member)
+        if field.default is dataclasses.MISSING
+        or getattr(member, field.name) != field.default
+        or field.name == "bits"
+    ]
+    return registry.name_of(member) + (f"({', '.join(knobs)})" if knobs else "")

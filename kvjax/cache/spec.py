@@ -1,0 +1,193 @@
+"""Static facts of a cache: what is worked out once from config and sizes, and is hashable."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.cache.base import PartSpec, Place
+from kvjax.cache.config import CacheConfig
+from kvjax.cache.legality import token_group
+from kvjax.dims import CacheDims, round_up
+from kvjax.errors import CapacityError, ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """One layer's store.
+
+    Attributes:
+        config: the layer's four choices.
+        dims: the model's sizes.
+        batch: B.
+        max_len: tokens asked for.
+        table: index into the cache's shared tables.
+    """
+
+    config: CacheConfig
+    dims: CacheDims
+    batch: int
+    max_len: int
+    table: int = 0
+
+    @property
+    def group(self) -> int:
+        """Tokens that are encoded together."""
+        return token_group(self.config)
+
+    @property
+    def policy_slots(self) -> int:
+        """S as the policy counts it."""
+        return self.config.policy.num_slots(self.max_len, self.config.slack, self.group)
+
+    @property
+    def wanted_slots(self) -> int:
+        """Slots that would do without any rounding; what is more counts as padding."""
+        return self.config.policy.num_slots(self.max_len, self.config.slack, 1)
+
+    @property
+    def num_slots(self) -> int:
+        """S, slots that are allocated for each sequence."""
+        return round_up(self.policy_slots, self.config.layout.slot_multiple)
+
+    @property
+    def capacity(self) -> int | None:
+        """Tokens that a sequence may hold; None if it may stream for ever."""
+        return self.config.policy.capacity(self.max_len)
+
+    @property
+    def lossless(self) -> bool:
+        """Whether every field is stored as it is."""
+        return all(codec.lossless for codec in self.config.codecs.values())
+
+    @property
+    def residual(self) -> int:
+        """Newest tokens that a codec wants to keep in full precision."""
+        return max(codec.residual for codec in self.config.codecs.values())
+
+    @property
+    def has_tail(self) -> bool:
+        """Whether new tokens wait in full precision before they are encoded."""
+        delayed = self.group > 1 or self.residual > 0 or self.config.slack > 0
+        return not self.lossless and delayed
+
+    @property
+    def tail_slots(self) -> int:
+        """Slots of the full-precision ring: an open group, the residual, and what may roll back."""
+        if not self.has_tail:
+            return 0
+        return round_up(self.group + self.residual + 2 * self.config.slack, self.group)
+
+    @property
+    def max_rollback(self) -> int | None:
+        """Newest tokens that `rollback` may forget; None is any number."""
+        free = self.config.policy.linear and not self.has_tail
+        return None if free else self.config.slack
+
+    def encoded(self, lengths: jax.Array) -> jax.Array:
+        """Number of tokens that are codes (or stored as they are) when `lengths` have been seen.
+
+        encoded(n) = floor(max(n - slack - residual, 0) / group) * group; positions below it are
+        codes, the rest are in the tail. A pure function of the length: a token is seen in the same
+        precision however the text was cut into chunks.
+        """
+        if not self.has_tail:
+            return lengths
+        settled = jnp.maximum(lengths - (self.config.slack + self.residual), 0)
+        return settled // self.group * self.group
+
+    def places(self, field: str) -> tuple[Place, ...]:
+        """Where the parts of a field are stored."""
+        width = self.dims.fields[field]
+        codec, layout = self.config.codecs[field], self.config.layout
+        parts = codec.parts(width, self.dims.dtype)
+        # Only keys: a score contracts over the width, the mix of values over the slots.
+        # Keys that are rotated on read are best where their width is innermost.
+        transposed = (
+            field == "k"
+            and self.config.positions.rotated
+            and layout.can_transpose()
+            and len(parts) == 1
+            and parts[0].dtype == "float32"
+        )
+        return tuple(
+            Place(
+                batch=self.batch,
+                heads=self.dims.num_kv_heads,
+                num_slots=self.num_slots,
+                part=part,
+                transposed=transposed,
+            )
+            for part in parts
+        )
+
+    def slot_positions(self, lengths: jax.Array) -> jax.Array:
+        """Position in each allocated slot, i32[B, S], once `lengths` tokens are stored."""
+        positions = self.config.policy.slot_positions(lengths, self.policy_slots)
+        padding = self.num_slots - self.policy_slots
+        return jnp.pad(positions, ((0, 0), (0, padding)), constant_values=-1)
+
+    def tail_place(self, field: str) -> Place:
+        """Where the tail of a field is stored: a contiguous ring whatever the layout."""
+        return Place(
+            batch=self.batch,
+            heads=self.dims.num_kv_heads,
+            num_slots=self.tail_slots,
+            part=PartSpec(
+                name="tail", kind="tail", width=self.dims.fields[field], dtype=self.dims.dtype
+            ),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheSpec:
+    """All layers, and what they share."""
+
+    dims: CacheDims
+    batch: int
+    max_len: int
+    layers: tuple[LayerSpec, ...]
+    table_keys: tuple  # (layout, slots) of each shared table
+
+    @property
+    def capacity(self) -> int | None:
+        """Tokens that a sequence may hold in every layer; None if it may stream for ever."""
+        limits = [layer.capacity for layer in self.layers if layer.capacity is not None]
+        return min(limits) if limits else None
+
+    @property
+    def max_rollback(self) -> int | None:
+        """Newest tokens that every layer can forget; None is any number."""
+        limits = [s.max_rollback for s in self.layers if s.max_rollback is not None]
+        return min(limits) if limits else None
+
+
+def make_spec(config, dims: CacheDims, batch: int, max_len: int) -> CacheSpec:
+    """Work out the static facts; raises before anything is allocated."""
+    for name, value in (("batch", batch), ("max_len", max_len)):
+        if value < 1:
+            raise ConfigError(f"{name}={value} must be at least 1")
+    keys: dict = {}
+    layers = []
+    for layer in config.for_layers(dims.num_layers):
+        draft = LayerSpec(config=layer, dims=dims, batch=batch, max_len=max_len)
+        _check_index_range(draft)
+        key = (layer.layout, draft.num_slots)
+        table = keys.setdefault(key, len(keys))
+        layers.append(dataclasses.replace(draft, table=table))
+    return CacheSpec(
+        dims=dims, batch=batch, max_len=max_len, layers=tuple(layers), table_keys=tuple(keys)
+    )
+
+
+def _check_index_range(layer: LayerSpec) -> None:
+    """Refuse buffers whose flat indices leave int32: XLA would wrap them without a word."""
+    for field in layer.dims.fields:
+        for place in layer.places(field):
+            elements = math.prod((place.batch, place.heads, place.num_rows, place.part.width))
+            if elements >= 2**31:
+                raise CapacityError(
+                    f"batch={layer.batch} x {place.num_rows} rows of {field} make {elements} "
+                    f"elements in one buffer; int32 indices reach 2^31: lower batch or max_len"
+                )

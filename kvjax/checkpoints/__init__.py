@@ -1,0 +1,7 @@
+"""Read pretrained models: by name, from a Hugging Face folder, or from a GGUF file."""
+
+from kvjax.checkpoints.checkpoint import Checkpoint
+from kvjax.checkpoints.named import known_models, load_checkpoint
+from kvjax.checkpoints.tokenizer import Tokenizer
+
+__all__ = ["Checkpoint", "Tokenizer", "known_models", "load_checkpoint"]

@@ -1,0 +1,304 @@
+"""`load` and `LanguageModel`: a real decoder with the cache as one value of its config."""
+
+import dataclasses
+import functools
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache.config import CacheConfig, LayerPattern
+from kvjax.checkpoints import Tokenizer, load_checkpoint
+from kvjax.decode.generate import bucket, generate
+from kvjax.decode.prefill import chunk_length, chunks
+from kvjax.decode.sampling import Sampling
+from kvjax.decode.step import score_step
+from kvjax.dims import CacheDims
+from kvjax.errors import CapacityError, ConfigError
+from kvjax.nn.config import TransformerConfig
+from kvjax.nn.transformer import Transformer
+
+CacheChoice = CacheConfig | LayerPattern
+Prompt = str | Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generation:
+    """What `LanguageModel.generate` returns, one element a prompt.
+
+    Attributes:
+        tokens: new ids; a stop token is the last of them.
+        text: the new ids as text, without special tokens.
+        logprobs: log-probability of each new token under the model itself, before temperature,
+            penalties and filters.
+        reasons: "stop", "length", or "not finite" (the model gave NaN).
+    """
+
+    tokens: list[list[int]]
+    text: list[str]
+    logprobs: list[list[float]]
+    reasons: list[str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class LanguageModel:
+    """A model, its weights and its tokenizer.
+
+    Attributes:
+        model: the Flax module: `model.apply(params, tokens, positions, cache)`.
+        params: its parameters.
+        config: sizes and constants.
+        tokenizer: text to ids and back; None if the checkpoint has none.
+        name: of the checkpoint.
+        eos_ids: tokens that end a text.
+    """
+
+    model: Transformer
+    params: Any = dataclasses.field(repr=False)
+    config: TransformerConfig
+    tokenizer: Tokenizer | None = dataclasses.field(repr=False)
+    name: str
+    eos_ids: tuple[int, ...] = ()
+
+    @property
+    def dims(self) -> CacheDims:
+        """What a cache must know of this model."""
+        return CacheDims(
+            num_layers=self.config.num_layers,
+            num_heads=self.config.num_heads,
+            num_kv_heads=self.config.num_kv_heads,
+            head_dim=self.config.head_dim,
+            dtype=self.model.dtype,
+        )
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over config, dtype and all weights, 16 hex digits."""
+        digest = hashlib.sha256(repr((self.config, self.model.dtype)).encode())
+        for path, leaf in jax.tree_util.tree_leaves_with_path(self.params):
+            digest.update(jax.tree_util.keystr(path).encode())
+            digest.update(np.asarray(leaf).tobytes())
+        return digest.hexdigest()[:16]
+
+    def logits(self, tokens) -> jax.Array:
+        """Logits f32[B, T, V] of `tokens` [B, T], without a cache."""
+        tokens = self._batch(tokens)
+        return _uncached_logits(self.model, self.params, tokens)
+
+    def teacher_forced(
+        self, tokens, cache: CacheChoice | None = None, chunk: int = 256, max_len: int | None = None
+    ) -> Iterator[tuple[int, jax.Array]]:
+        """Feed `tokens` [B, T] through a cache, `chunk` at a time; chunk=1 is the decode path.
+
+        Yields:
+            start and logits f32[B, t, V] of tokens[:, start : start + t].
+        """
+        tokens = self._batch(tokens)
+        B, T = tokens.shape
+        if chunk < 1:
+            raise ConfigError(f"chunk={chunk} must be at least 1")
+        max_len = self._room(cache, T, 0, max_len)
+        state = (cache or CacheConfig()).init(self.dims, B, max_len)
+        start = 0
+        for piece, counts in chunks(np.asarray(tokens).tolist(), chunk):
+            logits, state = score_step(self.model, self.params, piece, counts, state)
+            t = min(piece.shape[1], T - start)
+            yield start, logits[:, :t]
+            start += t
+        state.check()
+
+    def log_likelihood(
+        self, tokens, cache: CacheChoice | None = None, chunk: int = 256, max_len: int | None = None
+    ) -> np.ndarray:
+        """Log-probability of each next token, teacher-forced through a cache: f32[B, T - 1].
+
+        Element t belongs to token t + 1. A token is seen in the same precision whatever `chunk`
+        is, so `chunk=1` (the decode path) gives the same figures.
+        """
+        tokens = self._batch(tokens)
+        _, T = tokens.shape
+        scores = []
+        for start, logits in self.teacher_forced(tokens, cache, chunk, max_len):
+            t = min(logits.shape[1], T - 1 - start)
+            if t > 0:
+                following = tokens[:, start + 1 : start + 1 + t]
+                scores.append(np.asarray(_next_logprobs(logits[:, :t], following)))
+        return np.concatenate(scores, axis=1)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        cache: CacheChoice | None = None,
+        max_new_tokens: int = 32,
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        stop: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        on_token: Callable[[int, int], None] | None = None,
+        max_len: int | None = None,
+    ) -> Generation:
+        """Continue prompts, each as if it were alone.
+
+        Args:
+            prompts: one prompt or several; each is text or a list of token ids.
+            cache: which cache; None is the exact contiguous one.
+            max_new_tokens: most new tokens of each prompt.
+            sampling: settings of all prompts (prompt b then draws from seed + b), or one for each.
+                None is greedy.
+            stop: token ids that end an output, for all prompts or a list for each; None is the
+                checkpoint's own.
+            on_token: called as on_token(prompt index, token id) when a token is there.
+            max_len: capacity of the cache in tokens; None is the next power of two that holds the
+                prompts and their outputs, so that new lengths rarely compile.
+
+        Raises:
+            CapacityError: a prompt and its new tokens do not fit, before anything runs.
+            ConfigError: an empty prompt, a token outside the vocabulary, a bad setting.
+        """
+        if type(prompts) is str or (
+            len(prompts) and type(prompts[0]) is not str and np.ndim(prompts[0]) == 0
+        ):
+            prompts = [prompts]  # type: ignore[list-item]
+        rows = [self._prompt_ids(prompt, b) for b, prompt in enumerate(prompts)]
+        if not rows:
+            raise ConfigError("no prompts were given")
+        if type(max_new_tokens) is not int or max_new_tokens < 0:
+            raise ConfigError(f"max_new_tokens={max_new_tokens!r} must be an integer of at least 0")
+        longest = max(map(len, rows))
+        max_len = self._room(cache, longest, max_new_tokens, max_len)
+        settings = _spread_sampling(sampling, len(rows))
+        stops = self._stops(stop, len(rows))
+        if max_new_tokens == 0:
+            empty: list[list[Any]] = [[] for _ in rows]
+            return Generation(
+                tokens=empty,
+                text=["" for _ in rows],
+                logprobs=empty,
+                reasons=["length"] * len(rows),
+            )
+        state = (cache or CacheConfig()).init(self.dims, len(rows), max_len)
+        tokens, logprobs, reasons, _ = generate(
+            self.model,
+            self.params,
+            state,
+            rows,
+            vocab_size=self.config.vocab_size,
+            max_new_tokens=max_new_tokens,
+            settings=settings,
+            stops=stops,
+            on_token=on_token,
+        )
+        text = ["" if self.tokenizer is None else self.tokenizer.decode(row) for row in tokens]
+        return Generation(tokens=tokens, text=text, logprobs=logprobs, reasons=reasons)
+
+    def _batch(self, tokens) -> jax.Array:
+        array = np.asarray(tokens)
+        if array.ndim == 1:
+            array = array[None]
+        if array.ndim != 2 or 0 in array.shape or not np.issubdtype(array.dtype, np.integer):
+            raise ConfigError(
+                f"tokens must be integers [B, T] and not empty, got {array.dtype}{array.shape}"
+            )
+        self._check_vocabulary(array, "tokens")
+        return jnp.asarray(array, jnp.int32)
+
+    def _prompt_ids(self, prompt: Prompt, index: int) -> list[int]:
+        if type(prompt) is str:
+            if self.tokenizer is None:
+                raise ConfigError(f"{self.name} has no tokenizer: give prompts as token ids")
+            prompt = self.tokenizer.encode(prompt)
+        ids = np.asarray(prompt)
+        if ids.ndim != 1 or ids.size == 0:
+            raise ConfigError(f"prompt {index} is empty: nothing to continue")
+        if not np.issubdtype(ids.dtype, np.integer):
+            raise ConfigError(f"prompt {index} must be text or integer ids, got {ids.dtype}")
+        self._check_vocabulary(ids, f"prompt {index}")
+        return ids.tolist()
+
+    def _check_vocabulary(self, ids: np.ndarray, what: str) -> None:
+        V = self.config.vocab_size
+        outside = ids[(ids < 0) | (ids >= V)]
+        if outside.size:
+            raise ConfigError(f"{what}: token id {outside[0]} is outside the vocabulary 0..{V - 1}")
+
+    def _room(self, cache: CacheChoice | None, prompt: int, new: int, max_len: int | None) -> int:
+        """Capacity to allocate; raises if prompt and new tokens do not fit."""
+        need = prompt + new
+        layers = (cache or CacheConfig()).for_layers(self.config.num_layers)
+        if need > self.config.max_len and not all(c.positions.slot for c in layers):
+            raise CapacityError(
+                f"{prompt} prompt + {new} new tokens = {need} exceed the model's "
+                f"{self.config.max_len} positions; shorten them, or stream with "
+                "positions='unrotated_slot' and a window"
+            )
+        if max_len is None:
+            return bucket(need) if new else need
+        capacities = [c.policy.capacity(max_len) for c in layers]
+        capacity = min([c for c in capacities if c is not None], default=None)
+        if capacity is not None and need > capacity:
+            raise CapacityError(
+                f"{prompt} prompt + {new} new tokens = {need} exceed the cache's {capacity}; "
+                f"give max_len={need} or more"
+            )
+        return max_len
+
+    def _stops(self, stop, count: int) -> list[list[int]]:
+        if stop is None:
+            return [list(self.eos_ids)] * count
+        rows = list(stop)
+        if all(np.ndim(row) == 0 for row in rows):
+            rows = [rows] * count
+        if len(rows) != count:
+            raise ConfigError(f"stop has {len(rows)} lists for {count} prompts")
+        for row in rows:
+            self._check_vocabulary(np.asarray(row, np.int64).reshape(-1), "stop")
+        return [[int(i) for i in row] for row in rows]
+
+
+def _spread_sampling(sampling, count: int) -> list[Sampling]:
+    if sampling is None:
+        return [Sampling()] * count
+    if type(sampling) is Sampling:
+        return [
+            dataclasses.replace(sampling, seed=(sampling.seed + b) % 2**32) for b in range(count)
+        ]
+    if len(sampling) != count:
+        raise ConfigError(f"sampling has {len(sampling)} settings for {count} prompts")
+    return list(sampling)
+
+
+@functools.partial(jax.jit, static_argnames=("model",))
+def _uncached_logits(model, params, tokens):
+    B, T = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
+    return model.apply(params, tokens, positions)[0]
+
+
+@jax.jit
+def _next_logprobs(logits, following):
+    picked = jnp.take_along_axis(logits, following[..., None], axis=-1)[..., 0]
+    return picked - jax.nn.logsumexp(logits, axis=-1)
+
+
+def load(source: str | os.PathLike[str], dtype: str = "float32") -> LanguageModel:
+    """Load a pretrained model.
+
+    Args:
+        source: a known name such as "smollm2-135m", or a Hugging Face folder.
+        dtype: of weights and activations, "float32" or "bfloat16".
+
+    Raises:
+        CheckpointError: it is missing, broken, incomplete or of an unknown kind.
+        MissingPackageError: a package that carries the model is not installed.
+    """
+    checkpoint = load_checkpoint(source, dtype)
+    return LanguageModel(
+        model=Transformer(checkpoint.config, dtype=jnp.dtype(dtype).name),
+        params=checkpoint.params,
+        config=checkpoint.config,
+        tokenizer=checkpoint.tokenizer,
+        name=checkpoint.name,
+        eos_ids=tuple(checkpoint.eos_ids),
+    )

@@ -1,0 +1,75 @@
+"""Linear layers, norm and gated MLP: what attention is surrounded by."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+
+class Linear(nn.Module):
+    """x @ kernel, without bias.
+
+    Attributes:
+        features: width of the output.
+    """
+
+    features: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map [..., D] to [..., features]."""
+        D = x.shape[-1]
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), (D, self.features), x.dtype)
+        return matmul(x, kernel, 0).astype(x.dtype)
+
+
+def matmul(x: jax.Array, kernel: jax.Array, axis: int) -> jax.Array:
+    """Contract the last axis of x [..., D] with `axis` of a matrix; accumulates and returns f32.
+
+    XLA:CPU has a fast product of 16-bit operands only where the result is f32, and only for two
+    rows or more: otherwise it widens the whole matrix in every call (docs/decisions.md). So a
+    single row in a 16-bit dtype is padded to two.
+    """
+    *lead, D = x.shape
+    rows = x.reshape(-1, D)
+    count = rows.shape[0]
+    if count == 1 and rows.dtype.itemsize == 2:
+        rows = jnp.concatenate([rows, rows])
+    out = jax.lax.dot_general(
+        rows, kernel, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32
+    )
+    return out[:count].reshape(*lead, out.shape[-1])
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * scale, computed in f32 (Zhang & Sennrich, arXiv 1910.07467).
+
+    Attributes:
+        epsilon: added to the mean square.
+    """
+
+    epsilon: float
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalise [..., D]."""
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), x.dtype)
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
+        return wide.astype(x.dtype) * scale
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)), gate and up in one matrix (SwiGLU, arXiv 2002.05202).
+
+    Attributes:
+        d_ff: F, inner width.
+    """
+
+    d_ff: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map [..., D] to [..., D]."""
+        D = x.shape[-1]
+        gate, up = jnp.split(Linear(2 * self.d_ff, name="gate_up")(x), 2, axis=-1)
+        return Linear(D, name="down")(jax.nn.silu(gate) * up)

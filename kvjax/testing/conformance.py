@@ -1,0 +1,394 @@
+"""The conformance suite: what every legal cache must do, run over the whole algebra.
+
+A new member joins by being registered: its `examples()` enter the products of `legal_configs()`.
+The checks work on one layer with random entries, against a dense float64 oracle on the *decoded*
+values, so that tolerances stay tight for lossy codecs too. A suite object compiles three step
+shapes once and shares them between its checks.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache.base import PositionRule
+from kvjax.cache.cache import BAD_POSITIONS, BAD_ROLLBACK, FULL, KV, Cache
+from kvjax.cache.codecs import CODECS
+from kvjax.cache.config import CacheConfig, Codecs
+from kvjax.cache.layouts import LAYOUTS
+from kvjax.cache.legality import illegal_reasons
+from kvjax.cache.policies import POLICIES
+from kvjax.dims import CacheDims
+from kvjax.errors import ConfigError
+from kvjax.nn.rotary import Rotary
+from kvjax.testing import oracle
+
+TOLERANCE = 2e-5  # f32, unit-variance inputs
+CHUNK = 16  # tokens of a padded chunk: longer than some rings of the examples
+SLACK = 3
+# The suite compiles hundreds of small programs: LLVM's expensive passes would be most of its time.
+COMPILER_OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+DIMS = CacheDims(num_layers=1, num_heads=6, num_kv_heads=2, head_dim=10, value_dim=6)
+
+
+def legal_configs() -> Iterator[CacheConfig]:
+    """Every legal product of the registered members' examples, every other one with slack."""
+    slack = 0
+    codecs = [codec for cls in CODECS.values() for codec in cls.examples()]
+    grouped = [codec for codec in codecs if codec.group > 1]
+    mixed = [Codecs(k=k, v=v) for k, v in zip(grouped, codecs[::-1], strict=False)]
+    for layout in _examples(LAYOUTS):
+        for codec in [*codecs, *mixed]:
+            for policy in _examples(POLICIES):
+                for name in PositionRule.NAMES:
+                    try:
+                        yield CacheConfig(
+                            layout=layout,
+                            codec=codec,
+                            policy=policy,
+                            positions=PositionRule.parse(name),
+                            slack=slack,
+                        )
+                        slack = SLACK - slack
+                    except ConfigError:
+                        continue
+
+
+def _examples(registry) -> list:
+    return [member for cls in registry.values() for member in cls.examples()]
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """Random queries and entries of B sequences, [B, S, heads, width] each."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+
+    @classmethod
+    def random(cls, batch: int, length: int, dims: CacheDims, seed: int = 0) -> "Text":
+        """Unit-variance inputs."""
+        rng = np.random.default_rng(seed)
+
+        def draw(heads: int, width: int) -> np.ndarray:
+            return rng.standard_normal((batch, length, heads, width)).astype(np.float32)
+
+        widths = dims.fields
+        K = dims.num_kv_heads
+        return cls(draw(dims.num_heads, widths["k"]), draw(K, widths["k"]), draw(K, widths["v"]))
+
+
+class Conformance:
+    """The checks of one config; each raises AssertionError with what differs."""
+
+    lengths = (40, 23, 9)
+
+    def __init__(self, config: CacheConfig, dims: CacheDims = DIMS, seed: int = 0):
+        self.config, self.dims = config, dims
+        self.max_len = max(self.lengths)
+        self.text = Text.random(len(self.lengths), self.max_len, dims, seed)
+        self.rotary = Rotary.default(dims.head_dim, 100.0)
+        self.traces = 0
+
+        def step(cache: Cache, q, k, v, positions):
+            self.traces += 1
+            output, cache = cache.attend(0, q, KV(k, v), positions, rotary=self.rotary)
+            return output, cache.advance((positions >= 0).sum(1))
+
+        every = jnp.arange(self.max_len, dtype=jnp.int32)
+        self._rotate = jax.jit(lambda x: self.rotary.apply(x[None], every[None])[0])
+        self.step = jax.jit(step, compiler_options=COMPILER_OPTIONS)
+
+    # Driving a cache
+
+    def empty(self, batch: int | None = None, **changes) -> Cache:
+        """A fresh cache."""
+        config = self.config.replace(**changes)
+        return config.init(self.dims, batch or len(self.lengths), self.max_len)
+
+    def feed(
+        self,
+        cache: Cache,
+        text: Text,
+        starts: Sequence[int],
+        ends: Sequence[int],
+        width: int,
+        *,
+        left: bool = False,
+    ) -> tuple[list[np.ndarray], Cache]:
+        """Append text[b, starts[b] : ends[b]] in chunks of `width`, padded right or left.
+
+        Returns:
+            each sequence's outputs [tokens, N, Hv], and the cache.
+        """
+        outputs: list[list[np.ndarray]] = [[] for _ in starts]
+        at = list(starts)
+        while any(a < e for a, e in zip(at, ends, strict=True)):
+            counts = [min(width, e - a) for a, e in zip(at, ends, strict=True)]
+            index = np.zeros((len(at), width), np.int32)
+            positions = np.full((len(at), width), -1, np.int32)
+            spans = []
+            for b, (a, n) in enumerate(zip(at, counts, strict=True)):
+                span = slice(width - n, width) if left else slice(0, n)
+                index[b, span] = positions[b, span] = np.arange(a, a + n)
+                spans.append(span)
+            rows = np.arange(len(at))[:, None]
+            q, k, v = (x[rows, index] for x in (text.q, text.k, text.v))
+            # Padding must not matter: it is NaN.
+            for x in (q, k, v):
+                x[positions < 0] = np.nan
+            output, cache = self.step(cache, q, k, v, positions)
+            for b, span in enumerate(spans):
+                outputs[b].append(np.asarray(output)[b, span])
+            padded = np.asarray(output)[positions < 0]
+            assert not padded.size or (padded == 0).all(), "output at padding is not 0"
+            at = [a + n for a, n in zip(at, counts, strict=True)]
+        return [np.concatenate(x) if x else np.zeros((0,)) for x in outputs], cache
+
+    def feed_all(self, width: int, **options) -> tuple[list[np.ndarray], Cache]:
+        """The whole ragged text into a fresh cache."""
+        zeros = [0] * len(self.lengths)
+        return self.feed(self.empty(), self.text, zeros, self.lengths, width, **options)
+
+    def expected(self, b: int, text: Text | None = None, length: int | None = None) -> np.ndarray:
+        """What the oracle says of sequence b: [tokens, N, Hv]."""
+        text = text or self.text
+        n = self.lengths[b] if length is None else length
+        spec = self.empty(batch=1).spec.layers[0]
+        config, policy = self.config, self.config.policy
+        frequencies = np.asarray(self.rotary.inverse_frequencies)
+        at = np.arange(n)
+        raw = {"k": text.k[b], "v": text.v[b]}
+        every = jnp.arange(self.max_len, dtype=jnp.int32)
+        if config.positions.rotated:
+            raw["k"] = np.asarray(self._rotate(raw["k"]))
+        coded = {name: _round_trip(config.codecs[name], x, spec.group) for name, x in raw.items()}
+        raw, coded = ({name: x[:n] for name, x in both.items()} for both in (raw, coded))
+        encoded = np.asarray(spec.encoded(every + 1))
+        starts = np.asarray(policy.window_start(every))
+        shifts = np.asarray(policy.shift(every))
+        outputs = []
+        for p in range(n):
+            as_codes = (at < encoded[p])[:, None, None]
+            k, v = (np.where(as_codes, coded[f], raw[f]) for f in ("k", "v"))
+            visible = (at <= p) & ((at >= starts[p]) | (at < policy.sinks))
+            slot = p - shifts[p] if config.positions.slot else p
+            rank = np.where(at < policy.sinks, at, at - (p - slot))
+            if not config.positions.rotated:
+                k = oracle.rotate(k, rank[:, None], frequencies)
+            q = oracle.rotate(text.q[b, p], np.full(1, slot), frequencies)
+            outputs.append(oracle.attend(q, k, v, visible)[0])
+        return np.stack(outputs)
+
+    # The checks
+
+    def check_oracle(self) -> None:
+        """Chunks and single tokens equal the oracle; so does left padding."""
+        expected = [self.expected(b) for b in range(len(self.lengths))]
+        for width, left in ((CHUNK, False), (CHUNK, True), (1, False)):
+            outputs, cache = self.feed_all(width, left=left)
+            for b, (got, want) in enumerate(zip(outputs, expected, strict=True)):
+                _close(got, want, f"sequence {b}, chunks of {width}, left={left}")
+            assert cache.lengths.tolist() == list(self.lengths)
+            cache.check()
+
+    def check_alone(self) -> None:
+        """A sequence gets the same output whoever its batch mates are."""
+        together, _ = self.feed_all(CHUNK)
+        b = 1
+        n = self.lengths[b]
+        mates = Text.random(len(self.lengths), self.max_len, self.dims, seed=9)
+        text = Text(*(_with_row(m, t, b) for m, t in zip(_fields(mates), _fields(self.text))))
+        ends = [3, n, self.max_len]
+        among, _ = self.feed(self.empty(), text, [0] * 3, ends, CHUNK)
+        _close(among[b], together[b], "with other batch mates", exact=True)
+
+    def check_poison(self) -> None:
+        """Nothing that was not written is ever read: NaN and 1e3 there change no bit."""
+        clean = self.empty()
+        wanted, _ = self._prompt_and_decode(clean)
+        for poison in (np.nan, 1e3):
+            filled = jax.tree.map(lambda x: _fill(x, poison), clean.stores)
+            got, _ = self._prompt_and_decode(dataclasses.replace(clean, stores=filled))
+            for b, (x, y) in enumerate(zip(got, wanted, strict=True)):
+                _close(x, y, f"sequence {b}, unwritten slots hold {poison}", exact=True)
+
+    def check_rollback(self) -> None:
+        """Forgetting tokens and going on with others equals never having seen them."""
+        limit = self.empty().spec.layers[0].max_rollback
+        back = SLACK if limit is None else limit
+        other = Text.random(3, self.max_len, self.dims, seed=5)
+        n = [30, 17, 8]
+        starts = [x - back for x in n]
+        text = Text(
+            *(
+                np.stack([_joined(a[b], c[b], starts[b]) for b in range(3)])
+                for a, c in zip(_fields(self.text), _fields(other), strict=True)
+            )
+        )
+        for width in (CHUNK, 1):
+            _, cache = self.feed(self.empty(), self.text, [0] * 3, n, width)
+            cache = cache.rollback(jnp.array(starts, jnp.int32)).check()
+            ends = [x + 6 for x in n]
+            got, cache = self.feed(cache, text, starts, ends, width)
+            for b in range(3):
+                want = self.expected(b, text, ends[b])[starts[b] :]
+                _close(got[b], want, f"sequence {b} after a rollback of {back}")
+        if limit is not None:
+            far = cache.rollback(cache.lengths - limit - 1)
+            assert (far.status == BAD_ROLLBACK).all(), "a rollback beyond the slack was taken"
+            assert (far.lengths == cache.lengths).all()
+
+    def check_reorder_and_fork(self) -> None:
+        """A copied sequence goes on as its source would, and the original is left alone."""
+        index = [2, 0, 0]
+        _, cache = self.feed(self.empty(), self.text, [0] * 3, [20, 13, 9], CHUNK)
+        before = [np.array(x) for x in jax.tree.leaves(cache)]
+        text = Text(*(x[index] for x in _fields(self.text)))
+        starts = [9, 20, 20]
+        ends = [x + 5 for x in starts]
+        for moved in (cache.reorder(jnp.array(index)), cache.fork(index)):
+            got, _ = self.feed(moved, text, starts, ends, 1)
+            for b in range(3):
+                want = self.expected(b, text, ends[b])[starts[b] :]
+                _close(got[b], want, f"sequence {b} copied from {index[b]}")
+        wide = cache.fork([1, 1, 0, 2, 0])
+        assert wide.lengths.tolist() == [13, 13, 20, 9, 20]
+        for old, new in zip(before, jax.tree.leaves(cache), strict=True):
+            np.testing.assert_array_equal(old, new)
+
+    def check_past_the_end(self) -> None:
+        """A full sequence is flagged, keeps its content, and does not disturb the others."""
+        full = [self.max_len, 12, 0]
+        _, cache = self.feed(self.empty(), self.text, [0] * 3, full, CHUNK)
+        before = jax.device_get(cache.reorder(jnp.array([0, 0, 0])))
+        text = Text.random(3, 4, self.dims, seed=3)
+        positions = cache.lengths[:, None]
+        _, cache = self.step(cache, text.q[:, :1], text.k[:, :1], text.v[:, :1], positions)
+        if self.config.policy.capacity(self.max_len) is None:
+            assert (cache.status == 0).all()
+            return
+        assert cache.status.tolist() == [FULL, 0, 0]
+        assert cache.lengths.tolist() == [self.max_len, 13, 1]
+        after = jax.device_get(cache.reorder(jnp.array([0, 0, 0])))
+        for x, y in zip(jax.tree.leaves(before.stores), jax.tree.leaves(after.stores), strict=True):
+            np.testing.assert_array_equal(x, y)
+
+    def check_bad_positions(self) -> None:
+        """Positions that do not continue a sequence are flagged."""
+        text = self.text
+        positions = jnp.array([[0], [1], [-1]], jnp.int32)
+        _, cache = self.step(self.empty(), text.q[:, :1], text.k[:, :1], text.v[:, :1], positions)
+        assert cache.status.tolist() == [0, BAD_POSITIONS, 0]
+
+    def check_structure(self) -> None:
+        """One trace a shape; the same treedef and dtypes; nothing weakly typed."""
+        cache = self.empty()
+        _, once = self._prompt_and_decode(cache)
+        traces = self.traces
+        _, twice = self._prompt_and_decode(self.empty())
+        assert self.traces == traces, "a second text of the same shapes was traced again"
+        assert jax.tree.structure(once) == jax.tree.structure(cache)
+        for a, b in zip(jax.tree.leaves(cache), jax.tree.leaves(twice), strict=True):
+            assert (a.shape, a.dtype, a.weak_type) == (b.shape, b.dtype, b.weak_type)
+
+    def check_bytes(self) -> None:
+        """Predicted bytes are the measured buffers, line by line."""
+        cache = self.empty()
+        report = cache.nbytes()
+        assert report == self.config.predict_nbytes(self.dims, len(self.lengths), self.max_len)
+        assert report.total == sum(x.nbytes for x in jax.tree.leaves(cache))
+        assert min(report.as_dict().values()) >= 0
+
+    def check_codes_are_final(self) -> None:
+        """What has been encoded never changes while it is stored."""
+        if not self.config.policy.linear:
+            return
+        _, cache = self.feed(self.empty(), self.text, [0] * 3, [32, 16, 8], CHUNK)
+        spec = cache.spec.layers[0]
+        done = int(spec.encoded(cache.lengths)[0])
+        before = self._codes(cache, done)
+        _, cache = self.feed(cache, self.text, [32, 16, 8], [40, 23, 9], 1)
+        for x, y in zip(before, self._codes(cache, done), strict=True):
+            np.testing.assert_array_equal(x, y)
+
+    # Helpers
+
+    def _codes(self, cache: Cache, length: int) -> list[np.ndarray]:
+        spec = cache.spec.layers[0]
+        table = cache.tables[spec.table][0] if cache.tables[spec.table] else None
+        start = jnp.zeros(spec.batch, jnp.int32)
+        rows = []
+        for name, field in cache.stores[0].items():
+            for buffer, place in zip(field.parts, spec.places(name), strict=True):
+                read = spec.config.layout.read(buffer, place, table, start, place.num_rows)
+                rows.append(np.asarray(read)[0, :, : length // place.part.tokens_per_row])
+        return rows
+
+    def _prompt_and_decode(self, cache: Cache) -> tuple[list[np.ndarray], Cache]:
+        prompt = [min(n, 19) for n in self.lengths]
+        first, cache = self.feed(cache, self.text, [0] * 3, prompt, CHUNK)
+        second, cache = self.feed(cache, self.text, prompt, self.lengths, 1)
+        joined = [
+            np.concatenate([a, b]) if b.size else a for a, b in zip(first, second, strict=True)
+        ]
+        return joined, cache
+
+
+CHECKS = tuple(name for name in vars(Conformance) if name.startswith("check_"))
+
+
+@functools.cache
+def suite(config: CacheConfig) -> Conformance:
+    """The suite of a config, shared so that its steps compile once."""
+    assert not illegal_reasons(config)
+    return Conformance(config)
+
+
+def _fields(text: Text) -> tuple[np.ndarray, ...]:
+    return text.q, text.k, text.v
+
+
+def _with_row(mates: np.ndarray, text: np.ndarray, b: int) -> np.ndarray:
+    out = mates.copy()
+    out[b] = text[b]
+    return out
+
+
+def _joined(first: np.ndarray, second: np.ndarray, at: int) -> np.ndarray:
+    return np.concatenate([first[:at], second[at:]])
+
+
+def _fill(x: jax.Array, value: float) -> jax.Array:
+    """Fill floats with `value`; codes with their largest one."""
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return jnp.full_like(x, value)
+    return jnp.full_like(x, jnp.iinfo(x.dtype).max)
+
+
+def _round_trip(codec, x: np.ndarray, group: int) -> np.ndarray:
+    """Decode(encode(x)) of x [S, K, W], by whole groups; the open group stays as it is."""
+    S, _, _ = x.shape
+    whole = S // group * group
+    return np.concatenate([np.asarray(_coder(codec)(x[:whole])), x[whole:]])
+
+
+@functools.cache
+def _coder(codec):
+    def there_and_back(x: jax.Array) -> jax.Array:
+        heads = x.swapaxes(0, 1)
+        decoded = codec.decode(codec.encode(heads), x.shape[-1])
+        return decoded.astype(jnp.float32).swapaxes(0, 1)
+
+    return jax.jit(there_and_back)
+
+
+def _close(got: np.ndarray, want: np.ndarray, what: str, exact: bool = False) -> None:
+    if exact:
+        np.testing.assert_array_equal(got, want, err_msg=what)
+    else:
+        np.testing.assert_allclose(got, want, atol=TOLERANCE, rtol=0, err_msg=what)

@@ -1,0 +1,1 @@
+"""Kernels for key-value caches: arrays in, arrays out; one folder an op. No cache class here."""

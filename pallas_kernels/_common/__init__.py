@@ -1,0 +1,1 @@
+"""What every op shares: stored operands, visibility, packing, exact merging of parts."""

@@ -1,0 +1,43 @@
+"""Who sees whom, from positions alone: never from slot indices."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Visibility:
+    """The positions that each query sees: an interval, and within it a window and the sinks.
+
+    A key at position j (-1 is an empty slot) is seen iff
+
+        j >= 0  and  first <= j <= last  and  (j >= window_start or j < sinks)
+
+    so a query whose `last` is -1 (padding) sees nothing. Wrap-around, eviction, padding, chunking
+    and shuffled pages need no case of their own.
+    """
+
+    first: jax.Array  # i32[B, T]
+    window_start: jax.Array  # i32[B, T]
+    last: jax.Array  # i32[B, T]
+    sinks: int = dataclasses.field(default=0, metadata=dict(static=True))
+
+    def mask(self, key_positions: jax.Array) -> jax.Array:
+        """Visible keys, bool[B, T, S], of `key_positions` i32[B, S]."""
+        j = key_positions[:, None, :]
+        inside = (j >= 0) & (j >= self.first[..., None]) & (j <= self.last[..., None])
+        return inside & ((j >= self.window_start[..., None]) | (j < self.sinks))
+
+    def live(self, key_positions: jax.Array) -> jax.Array:
+        """Slots that some query of the sequence may see, bool[B, S]; may claim too many."""
+        j = key_positions
+        inside = (j >= 0) & (j >= self.first.min(1)[:, None]) & (j <= self.last.max(1)[:, None])
+        return inside & ((j >= self.window_start.min(1)[:, None]) | (j < self.sinks))
+
+
+def causal(positions: jax.Array) -> Visibility:
+    """Every query at `positions` i32[B, T] sees itself and all before it."""
+    zero = jnp.zeros_like(positions)
+    return Visibility(first=zero, window_start=zero, last=positions)

@@ -1,0 +1,44 @@
+"""What every test and doctest runs under: strict JAX, several CPU devices, no network."""
+
+import os
+import socket
+from collections.abc import Iterator
+
+# Set before jax, matplotlib or tokenizers are imported; commands that tests start inherit it.
+os.environ.setdefault("MPLBACKEND", "Agg")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import hypothesis
+import jax
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+# Enough for a 2 x 2 mesh. A test on one device pays nothing for the others.
+jax.config.update("jax_num_cpu_devices", 4)
+
+hypothesis.settings.register_profile(
+    "kvjax",
+    deadline=None,  # the first example of a shape compiles
+    max_examples=int(os.environ.get("KVJAX_EXAMPLES", "10")),
+    derandomize="CI" in os.environ,
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
+)
+hypothesis.settings.load_profile("kvjax")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_network() -> Iterator[None]:
+    """Fail at the line that connects to elsewhere, instead of hanging or passing by luck."""
+    connect = socket.socket.connect
+
+    def connect_here(self: socket.socket, address: tuple) -> None:
+        if self.family != socket.AF_UNIX and address[0] not in ("127.0.0.1", "::1", "localhost"):
+            raise RuntimeError(f"tests must not use the network, this one connects to {address}")
+        connect(self, address)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "connect", connect_here)
+        yield
