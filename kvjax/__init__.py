@@ -16,8 +16,10 @@ from kvjax.cache import (
     Codecs,
     LayerPattern,
     PositionRule,
+    codecs,
+    layouts,
+    policies,
 )
-from kvjax.cache import codecs, layouts, policies
 from kvjax.cache.codecs import *  # noqa: F403
 from kvjax.cache.layouts import *  # noqa: F403
 from kvjax.cache.policies import *  # noqa: F403

@@ -1,4 +1,4 @@
-"""Errors that a user can cause and mend; the command line prints them as one line and exits with 2."""
+"""Errors that a user can cause and mend; the command line prints one line and exits with 2."""
 
 
 class KvjaxError(ValueError):

@@ -14,7 +14,7 @@ import numpy as np
 from kvjax.cache.config import CacheConfig, LayerPattern
 from kvjax.checkpoints import Tokenizer, load_checkpoint
 from kvjax.decode.generate import bucket, generate
-from kvjax.decode.prefill import chunk_length, chunks
+from kvjax.decode.prefill import chunks
 from kvjax.decode.sampling import Sampling
 from kvjax.decode.step import score_step
 from kvjax.dims import CacheDims
@@ -157,11 +157,7 @@ class LanguageModel:
             CapacityError: a prompt and its new tokens do not fit, before anything runs.
             ConfigError: an empty prompt, a token outside the vocabulary, a bad setting.
         """
-        if type(prompts) is str or (
-            len(prompts) and type(prompts[0]) is not str and np.ndim(prompts[0]) == 0
-        ):
-            prompts = [prompts]  # type: ignore[list-item]
-        rows = [self._prompt_ids(prompt, b) for b, prompt in enumerate(prompts)]
+        rows = [self._prompt_ids(prompt, b) for b, prompt in enumerate(_as_list(prompts))]
         if not rows:
             raise ConfigError("no prompts were given")
         if type(max_new_tokens) is not int or max_new_tokens < 0:
@@ -257,6 +253,14 @@ class LanguageModel:
         return [[int(i) for i in row] for row in rows]
 
 
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
+    """Wrap a single prompt: text, or a list of ids."""
+    if isinstance(prompts, str):
+        return [prompts]
+    several = [isinstance(prompt, str) or np.ndim(prompt) > 0 for prompt in prompts]
+    return list(prompts) if all(several) else [prompts]
+
+
 def _spread_sampling(sampling, count: int) -> list[Sampling]:
     if sampling is None:
         return [Sampling()] * count
@@ -293,7 +297,7 @@ def load(source: str | os.PathLike[str], dtype: str = "float32") -> LanguageMode
         CheckpointError: it is missing, broken, incomplete or of an unknown kind.
         MissingPackageError: a package that carries the model is not installed.
     """
-    checkpoint = load_checkpoint(source, dtype)
+    checkpoint = load_checkpoint(os.fspath(source), dtype)
     return LanguageModel(
         model=Transformer(checkpoint.config, dtype=jnp.dtype(dtype).name),
         params=checkpoint.params,

@@ -11,6 +11,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 import jax
 
 from kvjax.errors import ConfigError
+from pallas_kernels._common.operand import Operand
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,16 +39,27 @@ class PartSpec:
 class Codec(Protocol):
     """How one field (keys, or values) of a token is encoded. A frozen dataclass, hence hashable."""
 
-    group: int  # consecutive tokens that are encoded together; 1 for per-token codecs
-    residual: int  # newest tokens that stay in full precision beyond those of an open group
-    lossless: bool  # decode(encode(x)) is x, bit for bit, in the model's dtype
+    @property
+    def group(self) -> int:
+        """Consecutive tokens that are encoded together; 1 for per-token codecs."""
+        ...
+
+    @property
+    def residual(self) -> int:
+        """Newest tokens that stay in full precision beyond those of an open group."""
+        ...
+
+    @property
+    def lossless(self) -> bool:
+        """Whether decode(encode(x)) is x, bit for bit, in the model's dtype."""
+        ...
 
     def parts(self, width: int, dtype: str) -> tuple[PartSpec, ...]:
         """Arrays that hold a field of `width` channels of a model that computes in `dtype`."""
         ...
 
     def encode(self, x: jax.Array) -> tuple[jax.Array, ...]:
-        """Encode [..., S, width], S a multiple of `group`, to rows [..., S // r, W] of each part."""
+        """Encode [..., S, width] to rows [..., S // r, W] of each part; `group` divides S."""
         ...
 
     def decode(self, parts: tuple[jax.Array, ...], width: int) -> jax.Array:
@@ -71,8 +83,15 @@ class Policy(Protocol):
     A query at position p sees the positions from `window_start(p)` to p, and those below `sinks`.
     """
 
-    sinks: int  # first tokens that are always visible
-    linear: bool  # slot == position, nothing is ever overwritten
+    @property
+    def sinks(self) -> int:
+        """First tokens that are always visible."""
+        ...
+
+    @property
+    def linear(self) -> bool:
+        """Whether slot == position, so that nothing is ever overwritten."""
+        ...
 
     def num_slots(self, max_len: int, slack: int, group: int) -> int:
         """Slots S that a sequence needs, a multiple of `group`."""
@@ -127,16 +146,24 @@ class Layout(Protocol):
         """Rows [start[b], start[b] + size) of each sequence, [B, K, size, W]."""
         ...
 
-    def write(self, buffer, place: "Place", table, start: jax.Array, rows: jax.Array):
+    def write(self, buffer, place: "Place", table, start: jax.Array, rows: jax.Array) -> jax.Array:
         """Overwrite rows from start[b] on with `rows` [B, K, size, W]; both in range."""
         ...
 
-    def scatter(self, buffer, place: "Place", table, row: jax.Array, rows: jax.Array):
+    def scatter(self, buffer, place: "Place", table, row: jax.Array, rows: jax.Array) -> jax.Array:
         """Put `rows` [B, K, size, W] at row[b]; a row index out of range writes nothing."""
         ...
 
-    def reorder(self, buffer, place: "Place", table, index: jax.Array):
+    def reorder(self, buffer, place: "Place", table, index: jax.Array) -> jax.Array:
         """Give sequence b the content of sequence index[b]."""
+        ...
+
+    def operand(self, buffers, places: "tuple[Place, ...]", width: int, codec) -> Operand:
+        """The buffers of a field as attention kernels see them."""
+        ...
+
+    def can_transpose(self) -> bool:
+        """Whether raw f32 keys may be stored [W, S]."""
         ...
 
     def window_unit(self, tokens_per_row: int) -> int:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from kvjax.cache.base import (
@@ -83,7 +84,7 @@ class CacheConfig:
     @property
     def codecs(self) -> dict[str, Codec]:
         """Codec of each field of an entry."""
-        if type(self.codec) is Codecs:
+        if isinstance(self.codec, Codecs):
             return {"k": self.codec.k, "v": self.codec.v}
         return {"k": self.codec, "v": self.codec}
 
@@ -131,15 +132,18 @@ class LayerPattern:
     """
 
     default: CacheConfig
-    exceptions: tuple[tuple[int, CacheConfig], ...] | Mapping[int, CacheConfig] = ()
+    exceptions: Mapping[int, CacheConfig] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "exceptions", tuple(dict(self.exceptions).items()))
+        object.__setattr__(self, "exceptions", MappingProxyType(dict(self.exceptions)))
+
+    def __hash__(self) -> int:
+        return hash((self.default, tuple(self.exceptions.items())))
 
     @property
     def label(self) -> str:
         """One line: the default, then each exception."""
-        others = [f"layer {i}: {c.label}" for i, c in self.exceptions]
+        others = [f"layer {i}: {c.label}" for i, c in self.exceptions.items()]
         return "; ".join([self.default.label, *others])
 
     @property
@@ -149,13 +153,13 @@ class LayerPattern:
 
     def replace(self, **changes: Any) -> "LayerPattern":
         """Return a copy with some fields changed in every layer."""
-        exceptions = {i: c.replace(**changes) for i, c in self.exceptions}
+        exceptions = {i: c.replace(**changes) for i, c in self.exceptions.items()}
         return LayerPattern(self.default.replace(**changes), exceptions)
 
     def for_layers(self, num_layers: int) -> tuple[CacheConfig, ...]:
         """The config of each layer."""
         layers = [self.default] * num_layers
-        for index, config in self.exceptions:
+        for index, config in self.exceptions.items():
             if not -num_layers <= index < num_layers:
                 raise ConfigError(f"pattern names layer {index}; the model has {num_layers}")
             layers[index] = config

@@ -18,13 +18,12 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache.base import Place
-from kvjax.cache.codecs.raw import Raw
 from kvjax.cache.layouts.contiguous import Contiguous
 from kvjax.cache.policies.window import ring_positions
 from kvjax.cache.spec import LayerSpec
 from kvjax.dims import round_up
 from pallas_kernels._common.merge import merge
-from pallas_kernels._common.operand import Operand
+from pallas_kernels._common.operand import AsItIs, Operand
 from pallas_kernels._common.visibility import Visibility
 from pallas_kernels.attention import KeyRotation, attention
 
@@ -77,8 +76,13 @@ def attend(
         store = _append_token(spec, store, table, chunk)
         parts = reader.store(store, chunk.end)
         if spec.has_tail:
-            tail = {name: field.tail[0] for name, field in store.items()}
-            parts += reader.raw(tail, ring_positions(chunk.end, spec.tail_slots))
+            tail = [
+                TAIL_LAYOUT.operand(field.tail, (spec.tail_place(name),), width, AsItIs())
+                for (name, field), width in zip(
+                    store.items(), spec.dims.fields.values(), strict=True
+                )
+            ]
+            parts += reader.in_full(tail, ring_positions(chunk.end, spec.tail_slots))
     else:
         recent, base = _recent(spec, store, chunk)
         codes = {name: codec.encode(recent[name]) for name, codec in spec.config.codecs.items()}
@@ -90,8 +94,8 @@ def attend(
             parts = reader.store(store, chunk.start)
             parts += reader.recent_codes(codes, positions_of_recent, chunk.end)
         if spec.has_tail:
-            flat = {name: _flat(x) for name, x in recent.items()}
-            parts += reader.raw(flat, positions_of_recent)
+            full = [Operand.raw(_flat(x)) for x in recent.values()]
+            parts += reader.in_full(full, positions_of_recent)
         store = new_store
     output, _ = merge(parts)
     return output.astype(query.dtype), store
@@ -162,6 +166,7 @@ class _Reader:
                 Operand(
                     parts=tuple(_flat(rows) for rows in codes[name]),
                     tokens_per_row=tuple(place.part.tokens_per_row for place in places),
+                    dtypes=tuple(place.part.dtype for place in places),
                     width=width,
                     format=spec.config.codecs[name],
                 )
@@ -169,21 +174,15 @@ class _Reader:
         held = jnp.where(held < spec.encoded(length)[:, None], held, -1)
         return self._attend(operands, held, self._coded(), None)
 
-    def raw(self, fields, held) -> list:
-        """Tokens in full precision, [B*K, S, W] each, at positions `held` i32[B, S]."""
-        operands = [
-            Operand(parts=(fields[name],), tokens_per_row=(1,), width=width, format=Raw())
-            for name, width in self.spec.dims.fields.items()
-        ]
-        return self._attend(operands, held, self._in_full(), None)
+    def in_full(self, operands, held) -> list:
+        """Tokens in full precision, at positions `held` i32[B, S]."""
+        first = self.spec.encoded(self.positions + 1)
+        return self._attend(operands, held, self._visibility(first, self.positions), None)
 
     def _coded(self) -> Visibility:
         encoded = self.spec.encoded(self.positions + 1)
         last = jnp.minimum(self.positions, encoded - 1) if self.spec.has_tail else self.positions
         return self._visibility(jnp.zeros_like(self.positions), last)
-
-    def _in_full(self) -> Visibility:
-        return self._visibility(self.spec.encoded(self.positions + 1), self.positions)
 
     def _visibility(self, first, last) -> Visibility:
         policy = self.spec.config.policy
@@ -196,10 +195,13 @@ class _Reader:
         )
 
     def _attend(self, operands, held, visible: Visibility, table) -> list:
+        key, value = operands
+
         def call(query, visible, held, key_rotation=None, first_slots=None):
             return attention(
                 query,
-                *operands,
+                key,
+                value,
                 visible,
                 held,
                 page_table=table,
@@ -236,7 +238,7 @@ class _Reader:
 
 def _compact(entry, positions, lengths, capacity) -> Chunk:
     """Move real tokens to the front, head-major; tokens past the capacity do not count."""
-    B, T = positions.shape
+    _, T = positions.shape
     valid = positions >= 0
     count = valid.sum(1, dtype=jnp.int32)
     end = lengths + count
@@ -286,11 +288,11 @@ def _recent(spec: LayerSpec, store, chunk: Chunk):
     *_, T, _ = chunk.fields["k"].shape
     R = round_up(spec.tail_slots + T, spec.group)
     at = base[:, None] + jnp.arange(R, dtype=jnp.int32)  # [B, R]
+    zero = jnp.zeros_like(base)
     recent = {}
     for name, field in store.items():
         place = spec.tail_place(name)
-        B, K = place.batch, place.heads
-        ring = field.tail[0].reshape(B, K, spec.tail_slots, -1)
+        ring = TAIL_LAYOUT.read(field.tail[0], place, None, zero, spec.tail_slots)
         old = _take(ring, at % spec.tail_slots)
         new = _take(chunk.fields[name], jnp.clip(at - chunk.start[:, None], 0, T - 1))
         recent[name] = jnp.where((at < chunk.start[:, None])[:, None, :, None], old, new)
@@ -312,9 +314,11 @@ def _append_chunk(spec: LayerSpec, store, table, chunk: Chunk, codes, recent, ba
             place = spec.tail_place(name)
             held = ring_positions(chunk.end, spec.tail_slots)
             rows = _take(recent[name], jnp.clip(held - base[:, None], 0, None))
-            old = tail[0].reshape(rows.shape)
-            fresh = (held >= base[:, None])[:, None, :, None]
-            tail = (_flat(jnp.where(fresh, rows, old)),)
+            # What is older than `recent` stays: a rollback may need it again.
+            zero = jnp.zeros_like(base)
+            old = TAIL_LAYOUT.read(tail[0], place, None, zero, spec.tail_slots)
+            merged = jnp.where((held >= base[:, None])[:, None, :, None], rows, old)
+            tail = (TAIL_LAYOUT.write(tail[0], place, None, zero, merged),)
         fields[name] = FieldStore(parts, tail)
     return fields
 
@@ -339,7 +343,7 @@ def _overwrite(spec: LayerSpec, layout, buffer, place: Place, table, rows, base,
     position = jnp.take_along_axis(held, row, axis=1, mode="clip")
     new = _take(rows, jnp.clip((position - base[:, None]) // r, 0, n - 1))
     fresh = (position >= done[:, None])[:, None, :, None]
-    merged = jnp.where(fresh, new.astype(buffer.dtype), old)
+    merged = jnp.where(fresh, new.astype(old.dtype), old)
     return layout.write(buffer, place, table, start, merged)
 
 

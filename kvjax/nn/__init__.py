@@ -1,0 +1,1 @@
+"""Functional Flax modules of a decoder that threads an explicit cache."""

@@ -5,7 +5,6 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache.cache import KV, Cache
-from kvjax.cache.codecs.raw import Raw
 from kvjax.nn.config import TransformerConfig
 from kvjax.nn.layers import Linear
 from kvjax.nn.rotary import Rotary
@@ -52,8 +51,7 @@ def attend_uncached(
 
     def operand(x: jax.Array) -> Operand:
         B, T, K, W = x.shape
-        flat = x.swapaxes(1, 2).reshape(B * K, T, W)
-        return Operand(parts=(flat,), tokens_per_row=(1,), width=W, format=Raw())
+        return Operand.raw(x.swapaxes(1, 2).reshape(B * K, T, W))
 
     q, k = rotary.apply(q, positions), rotary.apply(k, positions)
     output, _ = attention(q, operand(k), operand(v), causal(positions), positions)

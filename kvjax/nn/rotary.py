@@ -22,7 +22,7 @@ class Rotary:
 
     @classmethod
     def default(cls, head_dim: int, theta: float) -> "Rotary":
-        """theta ** (-2i / H) for pair i."""
+        """Inverse frequencies theta ** (-2i / H) of the pairs i."""
         exponents = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
         return cls(jnp.asarray(theta**-exponents, jnp.float32))
 

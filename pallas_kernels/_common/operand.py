@@ -1,4 +1,4 @@
-"""Stored keys or values as a kernel sees them: parts in memory and how to decode a block of them."""
+"""Stored keys or values as a kernel sees them: parts in memory, and how to decode a block."""
 
 import dataclasses
 import math
@@ -7,6 +7,8 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from pallas_kernels._common.words import from_words
 
 
 class BlockFormat(Protocol):
@@ -17,6 +19,15 @@ class BlockFormat(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True)
+class AsItIs:
+    """The format of values that need no decoding."""
+
+    def decode(self, parts: tuple[jax.Array, ...], width: int) -> jax.Array:
+        """Return the only part."""
+        return parts[0]
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Operand:
@@ -25,14 +36,27 @@ class Operand:
     Contiguous: each part is [B*K, S // r, W], or [B*K, W, S] if transposed (r = 1 then).
     Paged (`paged` is true): each part is [P, K, Z // r, W].
     r is the number of tokens that one row of the part describes (a scale may serve a group).
+    A part of a narrow float dtype may be stored as integer words (`words.py`).
     """
 
     parts: tuple[jax.Array, ...]
     tokens_per_row: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))
+    dtypes: tuple[str, ...] = dataclasses.field(metadata=dict(static=True))
     width: int = dataclasses.field(metadata=dict(static=True))
     format: Any = dataclasses.field(metadata=dict(static=True))  # a BlockFormat
     transposed: bool = dataclasses.field(default=False, metadata=dict(static=True))
     paged: bool = dataclasses.field(default=False, metadata=dict(static=True))
+
+    @classmethod
+    def raw(cls, values: jax.Array) -> "Operand":
+        """Plain values [B*K, S, width]."""
+        return cls(
+            parts=(values,),
+            tokens_per_row=(1,),
+            dtypes=(values.dtype.name,),
+            width=values.shape[-1],
+            format=AsItIs(),
+        )
 
     @property
     def page_size(self) -> int:
@@ -74,8 +98,8 @@ class Operand:
             return self._load_pages(start, size, page_table)
         axis = 2 if self.transposed else 1
         rows = tuple(
-            _slice(part, start // r, size // r, axis)
-            for part, r in zip(self.parts, self.tokens_per_row, strict=True)
+            from_words(_slice(part, start // r, size // r, axis), dtype)
+            for part, r, dtype in zip(self.parts, self.tokens_per_row, self.dtypes, strict=True)
         )
         if self.transposed:  # only parts that need no decoding are stored transposed
             return rows[0]
@@ -84,7 +108,10 @@ class Operand:
     def _load_pages(self, start, size: int, page_table) -> jax.Array:
         Z = self.page_size
         ids = _slice(page_table, start // Z, size // Z, 1)  # [B, m]
-        rows = tuple(jnp.take(part, ids, axis=0, mode="clip") for part in self.parts)
+        rows = tuple(
+            from_words(jnp.take(part, ids, axis=0, mode="clip"), dtype)
+            for part, dtype in zip(self.parts, self.dtypes, strict=True)
+        )
         values = self.format.decode(rows, self.width)  # [B, m, K, Z, W]
         B, m, K, _, W = values.shape
         return values.transpose(0, 2, 1, 3, 4).reshape(B * K, m * Z, W)

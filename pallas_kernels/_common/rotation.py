@@ -1,4 +1,4 @@
-"""Rotary embedding of a block of keys or queries (Su et al., arXiv 2104.09864; half-split pairs)."""
+"""Rotary embedding of a block of keys or queries (arXiv 2104.09864; half-split pairs)."""
 
 import jax
 import jax.numpy as jnp

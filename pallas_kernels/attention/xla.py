@@ -21,6 +21,7 @@ from jax import lax
 from pallas_kernels._common.operand import Operand
 from pallas_kernels._common.rotation import angles_of, rotate
 from pallas_kernels._common.visibility import Visibility
+from pallas_kernels._common.words import keep_where
 
 BUCKET = 256  # smallest length bucket, in slots
 BLOCK = 512  # slots per step of the streamed driver
@@ -100,7 +101,7 @@ def _attend_block(q, k, v, mask, *, B: int, T: int, transposed: bool, scale, sof
     weights = jnp.where(seen, jnp.exp(scores - top), 0.0)
     # Dead slots may hold anything, and 0 * NaN is NaN: they are selected away.
     alive = jnp.broadcast_to(mask.any(1)[:, None], (B, K, S)).reshape(BK, S, 1)
-    v = jnp.where(alive, v, jnp.zeros((), v.dtype))
+    v = keep_where(alive, v)
     # Narrow weights only where the queries are narrow too.
     weights_v, v = _same_dtype(weights.astype(q.dtype), v)
     output = lax.dot_general(

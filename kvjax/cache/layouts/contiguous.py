@@ -13,6 +13,7 @@ from jax import lax
 
 from kvjax.cache.base import Place
 from pallas_kernels._common.operand import Operand
+from pallas_kernels._common.words import from_words, storage_dtype, to_storage
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,7 @@ class Contiguous:
     def allocate(self, place: Place) -> jax.Array:
         BK, rows, W = place.batch * place.heads, place.num_rows, place.part.width
         shape = (BK, W, rows) if place.transposed else (BK, rows, W)
-        return jnp.zeros(shape, place.part.dtype)
+        return jnp.zeros(shape, storage_dtype(place.part.dtype))
 
     def tables(self, batch: int, num_slots: int) -> tuple[jax.Array, ...]:
         return ()
@@ -41,14 +42,14 @@ class Contiguous:
         axis = 1 if place.transposed else 0
         rows = jax.vmap(lambda x, i: lax.dynamic_slice_in_dim(x, i, size, axis))(buffer, at)
         rows = rows.swapaxes(1, 2) if place.transposed else rows
-        return rows.reshape(B, K, size, W)
+        return from_words(rows, place.part.dtype).reshape(B, K, size, W)
 
     def write(self, buffer, place: Place, table, start, rows):
         return self.scatter(buffer, place, table, start, rows)
 
     def scatter(self, buffer, place: Place, table, row, rows):
         B, K, size, W = rows.shape
-        flat = rows.reshape(B * K, size, W).astype(buffer.dtype)
+        flat = to_storage(rows, place.part.dtype, buffer.dtype).reshape(B * K, size, W)
         axis = 2 if place.transposed else 1
         flat = flat.swapaxes(1, 2) if place.transposed else flat
         fits = (row >= 0) & (row + size <= place.num_rows)
@@ -71,7 +72,7 @@ class Contiguous:
         )
 
     def reorder(self, buffer, place: Place, table, index):
-        B, K = place.batch, place.heads
+        K = place.heads
         rows = index[:, None] * K + jnp.arange(K, dtype=jnp.int32)
         return jnp.take(buffer, rows.reshape(-1), axis=0, mode="clip")
 
@@ -80,6 +81,7 @@ class Contiguous:
         return Operand(
             parts=tuple(buffers),
             tokens_per_row=tuple(place.part.tokens_per_row for place in places),
+            dtypes=tuple(place.part.dtype for place in places),
             width=width,
             format=codec,
             transposed=places[0].transposed,

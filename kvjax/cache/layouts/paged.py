@@ -12,6 +12,7 @@ import numpy as np
 
 from kvjax.cache.base import Place, check_at_least
 from pallas_kernels._common.operand import Operand
+from pallas_kernels._common.words import from_words, storage_dtype, to_storage
 
 SHUFFLE_SEED = 0x9A6E
 
@@ -39,7 +40,8 @@ class Paged:
     def allocate(self, place: Place) -> jax.Array:
         P = place.batch * place.num_slots // self.page_size
         rows = self.page_size // place.part.tokens_per_row
-        return jnp.zeros((P, place.heads, rows, place.part.width), place.part.dtype)
+        shape = (P, place.heads, rows, place.part.width)
+        return jnp.zeros(shape, storage_dtype(place.part.dtype))
 
     def tables(self, batch: int, num_slots: int) -> tuple[jax.Array, ...]:
         M = num_slots // self.page_size
@@ -50,6 +52,7 @@ class Paged:
         B, K, W = place.batch, place.heads, place.part.width
         ids = self._page_ids(place, table, start, size)
         pages = jnp.take(buffer, ids, axis=0, mode="clip")  # [B, m, K, Z/r, W]
+        pages = from_words(pages, place.part.dtype)
         return pages.transpose(0, 2, 1, 3, 4).reshape(B, K, size, W)
 
     def write(self, buffer, place: Place, table, start, rows):
@@ -57,11 +60,10 @@ class Paged:
         ids = self._page_ids(place, table, start, size)
         _, m = ids.shape
         pages = rows.reshape(B, K, m, size // m, W).transpose(0, 2, 1, 3, 4)
-        return buffer.at[ids].set(pages.astype(buffer.dtype), mode="drop", unique_indices=True)
+        return _set(buffer, place, ids, pages)
 
     def scatter(self, buffer, place: Place, table, row, rows):
         P, *_ = buffer.shape
-        _, M = table.shape
         B, _, size, _ = rows.shape
         per_page = self.page_size // place.part.tokens_per_row
         fits = (row >= 0) & (row + size <= place.num_rows)
@@ -69,11 +71,9 @@ class Paged:
         page = table[jnp.arange(B, dtype=jnp.int32), safe // per_page]
         page = jnp.where(fits, page, P)  # P is out of range: dropped
         if size == per_page:
-            return buffer.at[page].set(rows.astype(buffer.dtype), mode="drop", unique_indices=True)
+            return _set(buffer, place, page, rows)
         slots = safe[:, None] % per_page + jnp.arange(size, dtype=jnp.int32)  # [B, size]
-        return buffer.at[page[:, None], :, slots].set(
-            rows.swapaxes(1, 2).astype(buffer.dtype), mode="drop", unique_indices=True
-        )
+        return _set(buffer, place, (page[:, None], slice(None), slots), rows.swapaxes(1, 2))
 
     def reorder(self, buffer, place: Place, table, index):
         source = jnp.take(table, index, axis=0, mode="clip")
@@ -84,6 +84,7 @@ class Paged:
         return Operand(
             parts=tuple(buffers),
             tokens_per_row=tuple(place.part.tokens_per_row for place in places),
+            dtypes=tuple(place.part.dtype for place in places),
             width=width,
             format=codec,
             paged=True,
@@ -106,3 +107,9 @@ class Paged:
         m = size // per_page
         first = (start // per_page)[:, None] + jnp.arange(m, dtype=jnp.int32)
         return jnp.take_along_axis(table, first, axis=1, mode="clip")
+
+
+def _set(buffer: jax.Array, place: Place, index, rows: jax.Array) -> jax.Array:
+    """Put `rows` at `index`, all different; an index out of range writes nothing."""
+    stored = to_storage(rows, place.part.dtype, buffer.dtype)
+    return buffer.at[index].set(stored, mode="drop", unique_indices=True)
