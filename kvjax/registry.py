@@ -32,6 +32,10 @@ class Registry(Mapping[str, type]):
     def __len__(self) -> int:
         return len(self._members)
 
+    def exports(self) -> list[str]:
+        """Class names of the members, for `__all__`: what is registered is public."""
+        return [cls.__name__ for cls in self._members.values()]
+
     def name_of(self, member: object) -> str:
         """Return the registered name of an instance."""
         for name, cls in self._members.items():

@@ -16,4 +16,4 @@ CODECS = Registry(
     },
 )
 
-__all__ = ["CODECS", "Int", "Raw"]
+__all__ = CODECS.exports()

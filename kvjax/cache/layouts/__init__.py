@@ -12,4 +12,4 @@ LAYOUTS = Registry(
     },
 )
 
-__all__ = ["LAYOUTS", "Contiguous", "Paged"]
+__all__ = LAYOUTS.exports()

@@ -14,4 +14,4 @@ POLICIES = Registry(
     },
 )
 
-__all__ = ["POLICIES", "KeepAll", "SinkWindow", "Window"]
+__all__ = POLICIES.exports()
