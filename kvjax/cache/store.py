@@ -287,7 +287,7 @@ def _recent(spec: LayerSpec, store, chunk: Chunk):
     base = spec.encoded(chunk.start)
     *_, T, _ = chunk.fields["k"].shape
     R = round_up(spec.tail_slots + T, spec.group)
-    at = base[:, None] + jnp.arange(R, dtype=jnp.int32)  # [B, R]
+    at = base[:, None] + jnp.arange(R, dtype=jnp.int32)[None]  # [B, R]
     zero = jnp.zeros_like(base)
     recent = {}
     for name, field in store.items():
@@ -339,7 +339,7 @@ def _overwrite(spec: LayerSpec, layout, buffer, place: Place, table, rows, base,
         start = jnp.clip(done // r // unit * unit, 0, place.num_rows - size)
     old = layout.read(buffer, place, table, start, size)
     held = spec.slot_positions(todo)[:, ::r]  # first position of each row, [B, rows]
-    row = start[:, None] + jnp.arange(size, dtype=jnp.int32)
+    row = start[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
     position = jnp.take_along_axis(held, row, axis=1, mode="clip")
     new = _take(rows, jnp.clip((position - base[:, None]) // r, 0, n - 1))
     fresh = (position >= done[:, None])[:, None, :, None]
@@ -354,7 +354,7 @@ def _take(x: jax.Array, index: jax.Array) -> jax.Array:
 
 def _run(base: jax.Array, end: jax.Array, size: int) -> jax.Array:
     """Positions base, base + 1, ... below `end`, then -1: i32[B, size]."""
-    at = base[:, None] + jnp.arange(size, dtype=jnp.int32)
+    at = base[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
     return jnp.where(at < end[:, None], at, -1)
 
 

@@ -67,7 +67,7 @@ def generate_loop(
         logprob = jax.nn.log_softmax(state.logits)[rows, token]
         writes = running & finite
         column = jnp.where(writes, state.step, state.tokens.shape[1])
-        counts = state.counts + writes
+        counts = state.counts + writes.astype(jnp.int32)
         reason = jnp.where(counts >= limit, LENGTH, RUNNING)
         reason = jnp.where((token[:, None] == stops).any(-1), STOP, reason)
         reason = jnp.where(finite, reason, NOT_FINITE).astype(jnp.int32)

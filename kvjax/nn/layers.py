@@ -55,7 +55,7 @@ class RMSNorm(nn.Module):
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), x.dtype)
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
-        return wide.astype(x.dtype) * scale
+        return wide.astype(x.dtype) * jnp.expand_dims(scale, tuple(range(x.ndim - 1)))
 
 
 class GatedMLP(nn.Module):

@@ -49,6 +49,6 @@ def unpack(packed: jax.Array, bits: int, width: int) -> jax.Array:
     if per_byte == 1:
         return packed
     *lead, W = packed.shape
-    shifts = jnp.arange(0, 8, bits, dtype=jnp.uint8)[:, None]
+    shifts = jnp.arange(0, 8, bits, dtype=jnp.uint8).reshape(*[1] * len(lead), per_byte, 1)
     runs = (packed[..., None, :] >> shifts) & jnp.uint8(2**bits - 1)
     return runs.reshape(*lead, per_byte * W)[..., :width]

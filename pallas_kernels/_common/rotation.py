@@ -26,4 +26,5 @@ def rotate(x: jax.Array, angles: jax.Array) -> jax.Array:
 
 def angles_of(positions: jax.Array, inverse_frequencies: jax.Array) -> jax.Array:
     """Angles f32[..., R/2] of `positions` i32[...]."""
-    return positions.astype(jnp.float32)[..., None] * inverse_frequencies
+    wide = positions.astype(jnp.float32)[..., None]
+    return wide * jnp.expand_dims(inverse_frequencies, tuple(range(positions.ndim)))

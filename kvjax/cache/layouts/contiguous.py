@@ -73,7 +73,7 @@ class Contiguous:
 
     def reorder(self, buffer, place: Place, table, index):
         K = place.heads
-        rows = index[:, None] * K + jnp.arange(K, dtype=jnp.int32)
+        rows = index[:, None] * K + jnp.arange(K, dtype=jnp.int32)[None]
         return jnp.take(buffer, rows.reshape(-1), axis=0, mode="clip")
 
     def operand(self, buffers, places, width: int, codec) -> Operand:

@@ -72,7 +72,7 @@ class Paged:
         page = jnp.where(fits, page, P)  # P is out of range: dropped
         if size == per_page:
             return _set(buffer, place, page, rows)
-        slots = safe[:, None] % per_page + jnp.arange(size, dtype=jnp.int32)  # [B, size]
+        slots = safe[:, None] % per_page + jnp.arange(size, dtype=jnp.int32)[None]  # [B, size]
         return _set(buffer, place, (page[:, None], slice(None), slots), rows.swapaxes(1, 2))
 
     def reorder(self, buffer, place: Place, table, index):
@@ -105,7 +105,7 @@ class Paged:
         """Pages of the row window, i32[B, m]; the window starts and ends at page borders."""
         per_page = self.page_size // place.part.tokens_per_row
         m = size // per_page
-        first = (start // per_page)[:, None] + jnp.arange(m, dtype=jnp.int32)
+        first = (start // per_page)[:, None] + jnp.arange(m, dtype=jnp.int32)[None]
         return jnp.take_along_axis(table, first, axis=1, mode="clip")
 
 
