@@ -13,6 +13,7 @@ from kvjax.cache.config import CacheConfig, Codecs, LayerPattern
 from kvjax.cache.layouts import LAYOUTS
 from kvjax.cache.legality import RULES, illegal_reasons
 from kvjax.cache.policies import POLICIES
+from kvjax.cache.saving import restore_cache, save_cache
 
 __all__ = [
     "CODECS",
@@ -30,4 +31,6 @@ __all__ = [
     "LayerPattern",
     "PositionRule",
     "illegal_reasons",
+    "restore_cache",
+    "save_cache",
 ]

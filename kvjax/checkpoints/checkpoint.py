@@ -7,6 +7,7 @@ result.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,14 @@ def _expected_shapes(
         yield names.head, (V, D)
 
 
+def _read_finite(read: Callable[[str], np.ndarray], source: Path, name: str) -> np.ndarray:
+    """Read a tensor and refuse NaN and infinities: every text would come out as noise."""
+    tensor = read(name)
+    if not np.isfinite(tensor).all():
+        raise CheckpointError(f"{source}: tensor {name} holds NaN or infinity")
+    return tensor
+
+
 def _first(names: list[str]) -> str:
     shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
     return f"tensor {shown} is" if len(names) == 1 else f"tensors {shown} are"
@@ -158,6 +167,7 @@ def assemble_params(
     names: TensorNames,
     read: Callable[[str], np.ndarray],
     dtype: np.dtype,
+    source: Path,
 ) -> dict[str, Any]:
     """Build the parameter tree, reading each tensor once.
 
@@ -167,9 +177,14 @@ def assemble_params(
       read: Returns one tensor as [out, in] (or [D]) with q and k rows in rotate-half order, in
         memory that nobody writes to afterwards; called once a tensor.
       dtype: Type of every parameter.
+      source: File or folder that is read, for messages.
+
+    Raises:
+      CheckpointError: A tensor holds NaN or infinity.
     """
     D, F, H = config.d_model, config.d_ff, config.head_dim
     N, K = config.num_heads, config.num_kv_heads
+    read = functools.partial(_read_finite, read, source)
 
     def vector(name: str) -> dict[str, jax.Array]:
         return {"scale": jax.device_put(read(name).astype(dtype, copy=False))}

@@ -124,7 +124,7 @@ def load_gguf(path: str | Path, dtype: Any = "float32", *, name: str | None = No
 
     return Checkpoint(
         config=config,
-        params=assemble_params(config, _NAMES, read, dtype),
+        params=assemble_params(config, _NAMES, read, dtype, path),
         tokenizer=tokenizer,
         name=name or path.stem,
         source_path=path,

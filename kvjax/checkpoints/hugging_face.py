@@ -71,7 +71,7 @@ def load_hugging_face(folder: str | Path, dtype: Any = "float32") -> Checkpoint:
     eos_ids = _eos_ids(folder, raw, tokenizer)
     return Checkpoint(
         config=config,
-        params=assemble_params(config, _NAMES, files.read, dtype),
+        params=assemble_params(config, _NAMES, files.read, dtype, folder),
         tokenizer=tokenizer,
         name=folder.resolve().name,
         source_path=folder,

@@ -8,6 +8,7 @@ shapes once and shares them between its checks.
 
 import dataclasses
 import functools
+import tempfile
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -21,6 +22,7 @@ from kvjax.cache.config import CacheConfig, Codecs
 from kvjax.cache.layouts import LAYOUTS
 from kvjax.cache.legality import illegal_reasons
 from kvjax.cache.policies import POLICIES
+from kvjax.cache.saving import restore_cache, save_cache
 from kvjax.dims import CacheDims
 from kvjax.errors import ConfigError
 from kvjax.nn.rotary import Rotary
@@ -84,10 +86,14 @@ class Text:
 class Conformance:
     """The checks of one config; each raises AssertionError with what differs."""
 
-    lengths = (40, 23, 9)
-
-    def __init__(self, config: CacheConfig, dims: CacheDims = DIMS, seed: int = 0):
-        self.config, self.dims = config, dims
+    def __init__(
+        self,
+        config: CacheConfig,
+        dims: CacheDims = DIMS,
+        seed: int = 0,
+        lengths: tuple[int, ...] = (40, 23, 9),
+    ):
+        self.config, self.dims, self.lengths = config, dims, lengths
         self.max_len = max(self.lengths)
         self.text = Text.random(len(self.lengths), self.max_len, dims, seed)
         self.rotary = Rotary.default(dims.head_dim, 100.0)
@@ -306,6 +312,21 @@ class Conformance:
         assert report == self.config.predict_nbytes(self.dims, len(self.lengths), self.max_len)
         assert report.total == sum(x.nbytes for x in jax.tree.leaves(cache))
         assert min(report.as_dict().values()) >= 0
+
+    def check_saving(self) -> None:
+        """A cache that was saved and restored goes on as the original, from equal buffers."""
+        n = [20, 13, 9]
+        _, cache = self.feed(self.empty(), self.text, [0] * 3, n, CHUNK)
+        with tempfile.TemporaryDirectory() as scratch:
+            save_cache(cache, f"{scratch}/cache")
+            restored = restore_cache(f"{scratch}/cache", like=self.empty())
+        for x, y in zip(jax.tree.leaves(cache), jax.tree.leaves(restored), strict=True):
+            np.testing.assert_array_equal(x, y)
+        ends = [x + 2 for x in n]
+        wanted, _ = self.feed(cache, self.text, n, ends, 1)
+        got, _ = self.feed(restored, self.text, n, ends, 1)
+        for b in range(3):
+            _close(got[b], wanted[b], f"sequence {b} after a restore", exact=True)
 
     def check_codes_are_final(self) -> None:
         """What has been encoded never changes while it is stored."""
