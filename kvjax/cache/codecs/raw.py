@@ -13,7 +13,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Raw:
-    """No code at all.
+    """Entries as they are, in the dtype of the model or a narrower one.
 
     Attributes:
         dtype: stored dtype; None is the dtype that the model computes in, without any loss.

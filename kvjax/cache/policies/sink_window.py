@@ -59,4 +59,4 @@ class SinkWindow:
 
     @classmethod
     def examples(cls) -> tuple["SinkWindow", ...]:
-        return (cls(sinks=3, window=7),)
+        return (cls(sinks=4, window=7),)
