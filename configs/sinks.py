@@ -1,6 +1,10 @@
 """The sink effect: a window that forgets the first tokens hurts, keeping four of them heals.
 
-kvjax ablate configs/sinks.py
+    kvjax ablate configs/sinks.py
+
+About a minute on 2 CPU cores. Perplexity of positions 300 to 2,047 (CPython 3.11): 11.0 with the
+full cache, 20.5 with a window of 256, 12.6 with 4 sinks and 252 recent tokens, in either position
+rule. The effect is arXiv 2309.17453's; on a model of this size it is a factor, not an explosion.
 """
 
 from experiments.configuration import AblationConfig

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 from rich.console import Console
 
 import kvjax
@@ -27,6 +28,8 @@ from kvjax.errors import ConfigError, KvjaxError
 from kvjax.language_model import LanguageModel
 
 MAX_ERROR_CHARACTERS = 300
+# Of the run's config; a row has one variant, and the model's own name.
+ROW_HAS_ITS_OWN = ("variants", "model")
 
 
 def run_ablation(
@@ -94,9 +97,7 @@ def _run_pending(
     facts = {
         "model": lm.name,
         "model_fingerprint": lm.fingerprint,
-        "dtype": config.dtype,
-        "text": config.text,
-        "seed": config.seed,
+        **{name: value for name, value in vars(config).items() if name not in ROW_HAS_ITS_OWN},
         **environment(),
     }
     _check_same_model(folder, facts["model_fingerprint"])
@@ -106,9 +107,11 @@ def _run_pending(
         for label in order:
             progress.start(label)
             reference = None if label == config.baseline else folder.latest()[config.baseline]
-            row = facts | run_variant(config, material, label, exact, reference, progress.stage)
+            row = run_variant(config, material, label, exact, reference, progress.stage) | facts
             folder.append(row)
             progress.finish(row)
+            # No later variant runs its programs, and each holds on to 100 MB and more.
+            jax.clear_caches()
 
 
 def run_variant(

@@ -72,7 +72,12 @@ class Ablate:
         if self.implementation is not None:
             config = config.with_implementation(self.implementation)
         out = self.out or Path("runs") / find_config(self.config).stem
-        return run_ablation(config, out, console=_console(), command=self._command())
+        try:
+            return run_ablation(config, out, console=_console(), command=self._command())
+        except KeyboardInterrupt:
+            note = "finished rows are kept, the same command goes on from them"
+            print(f"kvjax: interrupted; {note}", file=sys.stderr)
+            return INTERRUPTED
 
     def _command(self) -> str:
         """The command as a user would type it."""
@@ -128,6 +133,8 @@ class Generate:
             dtype=self.dtype,
             max_new_tokens=self.max_new_tokens,
             sampling=Sampling(temperature=self.temperature, top_p=self.top_p, seed=self.seed),
+            out=sys.stdout,
+            notes=sys.stderr,
         )
         return 0
 
@@ -202,7 +209,7 @@ def _guarded(run: Callable[[], int]) -> int:
         print(f"kvjax: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("kvjax: interrupted; finished rows are kept", file=sys.stderr)
+        print("kvjax: interrupted", file=sys.stderr)
         return INTERRUPTED
 
 

@@ -97,7 +97,7 @@ def _version(package: str) -> str | None:
         return getattr(sys.modules.get(package), "__version__", None)
 
 
-def _device_name(device: jax.Device) -> str:
+def _device_name(device: Any) -> str:
     if device.platform != "cpu":
         return device.device_kind
     with contextlib.suppress(OSError, StopIteration, IndexError):

@@ -1,13 +1,12 @@
 """`kvjax generate`: continue a prompt with any cache, token by token on the terminal."""
 
-import sys
 import time
 from collections.abc import Sequence
 from typing import TextIO
 
 import kvjax
 from experiments.overrides import set_value
-from kvjax.cache import CacheConfig
+from kvjax.cache import UNROTATED_ABSOLUTE, CacheConfig
 from kvjax.errors import ConfigError
 from kvjax.language_model import LanguageModel
 
@@ -31,7 +30,7 @@ def parse_cache(choices: Sequence[str]) -> CacheConfig:
 
 
 def _read(name: str, text: str) -> CacheConfig:
-    return set_value(CacheConfig(positions="unrotated_absolute"), name, text)
+    return set_value(CacheConfig(positions=UNROTATED_ABSOLUTE), name, text)
 
 
 class Stream:
@@ -39,12 +38,15 @@ class Stream:
 
     def __init__(self, lm: LanguageModel, out: TextIO):
         self._decode, self._out = lm.tokenizer.decode if lm.tokenizer else str, out
+        self._hidden = lm.eos_ids
         self._ids: list[int] = []
         self._written = 0
 
     def __call__(self, index: int, token: int) -> None:
         """Take one token; `index` is that of the only prompt."""
         del index
+        if token in self._hidden:
+            return
         self._ids.append(token)
         text = self._decode(self._ids)
         if not text.endswith(UNFINISHED):
@@ -61,8 +63,8 @@ def generate(
     dtype: str,
     max_new_tokens: int,
     sampling: kvjax.Sampling,
-    out: TextIO = sys.stdout,
-    notes: TextIO = sys.stderr,
+    out: TextIO,
+    notes: TextIO,
 ) -> None:
     """Print the prompt and its continuation to `out`, and what the cache costs to `notes`."""
     lm = kvjax.load(model, dtype=dtype)

@@ -1,6 +1,7 @@
 """Plots of a run: what quality costs in bytes, and what speed goes with it; PNG and SVG."""
 
 import io
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -148,7 +149,10 @@ def _place_labels(figure: Any, axes: Any) -> None:
             box = label.get_window_extent(renderer)
             covered = sum(_area(Bbox.intersection(box, other)) for other in taken)
             inside = _area(Bbox.intersection(box, frame))
-            costs.append((covered + 2 * (_area(box) - inside), len(costs), x, y, box))
+            own = _distance(box, axes.transData.transform(label.xy))
+            confusing = any(_distance(box, mark) < 0.9 * own for mark in marks)
+            cost = covered + 2 * (_area(box) - inside) + 150 * confusing
+            costs.append((cost, len(costs), x, y, box))
         *_, x, y, box = min(costs, key=lambda cost: cost[:2])
         label.set_position((x, y))
         label.set_horizontalalignment("left" if x > 0 else "right" if x < 0 else "center")
@@ -161,6 +165,12 @@ def _place_labels(figure: Any, axes: Any) -> None:
                 arrowprops={"arrowstyle": "-", "color": "0.6", "linewidth": 0.6},
             )
         taken.append(box)
+
+
+def _distance(box: Any, point: Sequence[float]) -> float:
+    """Distance of a point from a box in pixels, 0 inside."""
+    x, y = point
+    return math.hypot(max(box.x0 - x, 0, x - box.x1), max(box.y0 - y, 0, y - box.y1))
 
 
 def _area(box: Any) -> float:

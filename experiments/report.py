@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rich import box
 from rich.table import Table
 
 from experiments.configuration import AblationConfig
@@ -107,14 +108,20 @@ def shown(row: Mapping[str, Any], column: Column) -> str:
     return "-" if value is None else format(value, column.form)
 
 
-def result_table(rows: Iterable[Row]) -> Table:
+def used_columns(rows: Sequence[Row]) -> list[Column]:
+    """Columns that some row has a figure for: a run without speed shows none."""
+    return [c for c in COLUMNS if any(row.get(c.key) is not None for row in rows)]
+
+
+def result_table(rows: Sequence[Row]) -> Table:
     """The rows as a table for the terminal."""
-    table = Table(pad_edge=False, header_style="bold")
-    for column in COLUMNS:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    columns = used_columns(rows)
+    for column in columns:
         table.add_column(column.title, justify="right" if column.form else "left", no_wrap=True)
     for row in rows:
         style = None if row["status"] == "ok" else "red"
-        table.add_row(*(shown(row, column) for column in COLUMNS), style=style)
+        table.add_row(*(shown(row, column) for column in columns), style=style)
     return table
 
 
@@ -154,17 +161,18 @@ def markdown(
     lines += [line for plot in plots for line in (f"![{plot.stem}]({plot.name})", "")]
     lines += ["| variant | cache |", "| --- | --- |"]
     lines += [f"| {row['variant']} | {row['cache']} |" for row in rows]
-    lines += ["", *(f"- **{c.title}**: {c.meaning}" for c in COLUMNS)]
+    lines += ["", *(f"- **{c.title}**: {c.meaning}" for c in used_columns(rows))]
     return "\n".join(lines) + "\n"
 
 
 def markdown_table(rows: Sequence[Row]) -> list[str]:
     """The rows as lines of a Markdown table."""
+    columns = used_columns(rows)
     lines = [
-        "| " + " | ".join(column.title for column in COLUMNS) + " |",
-        "| " + " | ".join("---:" if column.form else "---" for column in COLUMNS) + " |",
+        "| " + " | ".join(column.title for column in columns) + " |",
+        "| " + " | ".join("---:" if column.form else "---" for column in columns) + " |",
     ]
-    return lines + ["| " + " | ".join(shown(row, c) for c in COLUMNS) + " |" for row in rows]
+    return lines + ["| " + " | ".join(shown(row, c) for c in columns) + " |" for row in rows]
 
 
 def _setting(config: AblationConfig) -> str:

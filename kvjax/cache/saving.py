@@ -37,8 +37,8 @@ def restore_cache(folder: str | Path, like: Cache) -> Cache:
         like: a cache of the same config, sizes, batch and capacity (its content is not used).
 
     Raises:
-        CheckpointError: nothing complete is there, or it was saved from another kind of cache; `like`
-            is untouched.
+        CheckpointError: nothing complete is there, or it was saved from another kind of cache;
+            `like` is untouched.
     """
     folder = Path(folder).absolute()
     try:

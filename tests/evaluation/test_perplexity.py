@@ -1,4 +1,3 @@
-import jax
 import numpy as np
 import pytest
 
@@ -60,9 +59,8 @@ def test_chunks_that_miss_tokens_are_refused(text) -> None:
 
 @pytest.mark.parametrize("chunk", [1, 7, 16])
 def test_a_model_scores_text_alike_in_chunks_and_token_by_token(chunk: int) -> None:
-    lm = tiny_lm()
+    lm = tiny_lm(num_layers=1)
     tokens = np.random.default_rng(1).integers(0, 97, size=(1, 20)).astype(np.int32)
     exact = numpy_nll(np.asarray(lm.logits(tokens))[:, :-1], tokens[:, 1:])
     nll = nll_from_chunks(lm.teacher_forced(tokens, chunk=chunk), tokens)
     np.testing.assert_allclose(nll, exact, atol=1e-4)
-    assert jax.tree.all(np.isfinite(nll))
