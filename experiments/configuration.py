@@ -89,6 +89,14 @@ class AblationConfig:
                     f"variant {label!r} is {cache!r}, expected a CacheConfig or a LayerPattern"
                 )
 
+    @property
+    def speed_capacity(self) -> int:
+        """Capacity of the caches whose speed is measured, in tokens.
+
+        That of the quality run where it is enough, so that one compilation serves both.
+        """
+        return max(self.num_tokens, self.prompt_tokens + self.new_tokens)
+
     def replace(self, **changes: Any) -> "AblationConfig":
         """Return a copy with some fields changed."""
         return dataclasses.replace(self, **changes)

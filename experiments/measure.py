@@ -83,7 +83,7 @@ def validate(config: AblationConfig, lm: LanguageModel) -> None:
             raise ConfigError(
                 f"new_tokens={config.new_tokens} must be at least 2 to measure decode speed"
             )
-        lengths.append((config.batch, config.prompt_tokens + config.new_tokens))
+        lengths.append((config.batch, config.speed_capacity))
     for label, cache in config.variants.items():
         try:
             implementations(cache, lm)
@@ -214,15 +214,16 @@ def measure_generation(
     reference: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """Prefill and decode speed, compile time apart, and how long the greedy text stays exact."""
+    length = config.speed_capacity
     speed = measure_speed(
         material.lm,
         material.prompts,
         cache,
         new_tokens=config.new_tokens,
         repetitions=config.repetitions,
+        max_len=length,
     )
     greedy = speed.tokens[0]
-    length = config.prompt_tokens + config.new_tokens
     report = cache.predict_nbytes(material.lm.dims, batch=config.batch, max_len=length)
     return {
         "greedy_divergence": greedy_divergence(

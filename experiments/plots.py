@@ -63,9 +63,8 @@ def _speed(rows: Sequence[Row], config: "AblationConfig") -> Any:
     figure, (axes,) = _figure(1)
     _scatter(axes, rows, "speed_cache_bytes", "decode_tokens_per_s", _looks(rows))
     axes.set_ylim(bottom=0)
-    length = config.prompt_tokens + config.new_tokens
     axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1e6:,g} MB")
-    axes.set_xlabel(f"size of the cache, {length:,} tokens, batch {config.batch}")
+    axes.set_xlabel(f"size of the cache, {config.speed_capacity:,} tokens, batch {config.batch}")
     axes.set_ylabel("decode, tokens/s")
     _finish(figure, axes)
     return figure

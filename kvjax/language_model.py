@@ -186,7 +186,10 @@ class LanguageModel:
             stops=stops,
             on_token=on_token,
         )
-        text = ["" if self.tokenizer is None else self.tokenizer.decode(row) for row in tokens]
+        text = [
+            "" if self.tokenizer is None else self.tokenizer.decode(row, skip_special_tokens=True)
+            for row in tokens
+        ]
         return Generation(tokens=tokens, text=text, logprobs=logprobs, reasons=reasons)
 
     def _batch(self, tokens) -> jax.Array:

@@ -12,6 +12,7 @@ j < encoded(p + 1), else in full precision, from the tail and the chunk; the par
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -58,10 +59,14 @@ def init(spec: LayerSpec) -> dict[str, FieldStore]:
     return fields
 
 
+@functools.partial(jax.jit, static_argnames=("spec", "softcap"))
 def attend(
     spec: LayerSpec, store, tables, lengths, query, entry, positions, *, rotary, scale, softcap
 ):
-    """Attend over the store and the chunk, and append the chunk; see `Cache.attend`."""
+    """Attend over the store and the chunk, and append the chunk; see `Cache.attend`.
+
+    Jitted only so that layers of one kind are traced once; inside a step XLA inlines it.
+    """
     table = tables[0] if tables else None
     rule, capacity = spec.config.positions, spec.capacity
     _, T, _, _ = query.shape

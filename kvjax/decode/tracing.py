@@ -21,8 +21,8 @@ def trace_counts() -> dict[str, int]:
 def assert_max_traces(**limits: int) -> Iterator[None]:
     """Fail if a step function is traced more often than `limits` says within the block.
 
-    Functions: `prefill_step`, `decode_step`, `score_step`, `generate_loop`. Those that are not
-    named may be traced at will.
+    Functions: `extend_step` (prefill, scoring), `head_step`, `decode_step`, `generate_loop`. Those
+    that are not named may be traced at will.
 
     Raises:
         AssertionError: names the function, the limit and the count.

@@ -93,12 +93,12 @@ def measure_speed(
     *,
     new_tokens: int,
     repetitions: int,
+    max_len: int | None = None,
 ) -> Speed:
     """Time prefill and greedy generation as `LanguageModel.generate` runs them.
 
     The first generated token needs no step (prefill gave its logits), so the decode speed is that
-    of `new_tokens - 1` steps. Each repetition starts from an empty cache of exactly
-    `prompt + new_tokens` tokens.
+    of `new_tokens - 1` steps. Each repetition starts from an empty cache.
 
     Args:
         lm: the model.
@@ -106,12 +106,13 @@ def measure_speed(
         cache: which cache.
         new_tokens: tokens to generate, at least 2.
         repetitions: steady runs, at least 1, after a first one that compiles.
+        max_len: capacity of the cache in tokens; None is just enough.
     """
     for name, value, least in (("new_tokens", new_tokens, 2), ("repetitions", repetitions, 1)):
         if value < least:
             raise ConfigError(f"{name}={value} must be at least {least} to measure speed")
     rows = [list(map(int, row)) for row in prompts]
-    max_len = max(map(len, rows)) + new_tokens
+    max_len = max_len or max(map(len, rows)) + new_tokens
     prefills, decodes, tokens = [], [], []
     for _ in range(1 + repetitions):
         empty = jax.block_until_ready(cache.init(lm.dims, len(rows), max_len))

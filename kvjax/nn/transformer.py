@@ -63,13 +63,17 @@ class Transformer(nn.Module):
     config: TransformerConfig
     dtype: str = "float32"
 
-    @nn.compact
+    def setup(self) -> None:
+        """Name the parts; layers are `layers_0`, `layers_1`, ... in the parameters."""
+        config = self.config
+        self.embed = Embedding(config.vocab_size, config.d_model, self.dtype)
+        self.layers = [Block(config) for _ in range(config.num_layers)]
+        self.norm = RMSNorm(config.norm_eps)
+        if not config.tie_embeddings:
+            self.head = Linear(config.vocab_size)
+
     def __call__(
-        self,
-        tokens: jax.Array,
-        positions: jax.Array,
-        cache: Cache | None = None,
-        select: jax.Array | None = None,
+        self, tokens: jax.Array, positions: jax.Array, cache: Cache | None = None
     ) -> tuple[jax.Array, Cache | None]:
         """Compute logits and the cache that holds the new tokens.
 
@@ -79,24 +83,27 @@ class Transformer(nn.Module):
             tokens: i32[B, T].
             positions: i32[B, T], -1 at padding.
             cache: entries of earlier tokens; None attends among `tokens` alone.
-            select: i32[B, Q], the tokens whose logits are wanted; None is all of them.
 
         Returns:
-            logits f32[B, T or Q, V] and the cache.
+            logits f32[B, T, V] and the cache.
         """
-        config = self.config
-        embedding = Embedding(config.vocab_size, config.d_model, self.dtype, name="embed")()
-        x = jnp.take(embedding, tokens, axis=0, mode="clip")
-        for layer in range(config.num_layers):
-            with jax.named_scope(f"layer_{layer}"):
-                block = Block(config, name=f"layers_{layer}")
-                x, cache = block(x, positions, cache, layer)
-        if select is not None:
-            x = jnp.take_along_axis(x, select[..., None], axis=1, mode="clip")
-        x = RMSNorm(config.norm_eps, name="norm")(x)
+        x, cache = self.hidden(tokens, positions, cache)
+        return self.logits(x), cache
+
+    def hidden(
+        self, tokens: jax.Array, positions: jax.Array, cache: Cache | None = None
+    ) -> tuple[jax.Array, Cache | None]:
+        """All but the head: [B, T, D] and the cache; see `__call__`."""
+        x = jnp.take(self.embed(), tokens, axis=0, mode="clip")
+        for i, layer in enumerate(self.layers):
+            with jax.named_scope(f"layer_{i}"):
+                x, cache = layer(x, positions, cache, i)
+        return x, cache
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """The head: logits f32[..., V] of hidden states [..., D]."""
         with jax.named_scope("head"):
-            if config.tie_embeddings:
-                logits = matmul(x, embedding, 1)
-            else:
-                logits = Linear(config.vocab_size, name="head")(x)
-        return logits.astype(jnp.float32), cache
+            x = self.norm(x)
+            if self.config.tie_embeddings:
+                return matmul(x, self.embed(), 1)
+            return self.head(x).astype(jnp.float32)

@@ -23,7 +23,7 @@ class ByteTokenizer:
         """Text to ids."""
         return [byte - 32 if 32 <= byte < 32 + self.vocab_size else 0 for byte in text.encode()]
 
-    def decode(self, ids) -> str:
+    def decode(self, ids, *, skip_special_tokens: bool = False) -> str:
         """Ids to text."""
         return "".join(chr(32 + i) for i in ids)
 

@@ -39,16 +39,22 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
     return packed
 
 
+def unpack_runs(packed: jax.Array, bits: int) -> list[jax.Array]:
+    """Codes of each run, u8[..., packed_width] each; side by side they are the padded width.
+
+    >>> [run.tolist() for run in unpack_runs(jnp.array([0x2A], jnp.uint8), 4)]
+    [[10], [2]]
+    """
+    if bits == 8:
+        return [packed]
+    mask = jnp.uint8(2**bits - 1)
+    return [(packed >> jnp.uint8(shift)) & mask for shift in range(0, 8, bits)]
+
+
 def unpack(packed: jax.Array, bits: int, width: int) -> jax.Array:
     """Undo `pack`: u8[..., packed_width] to u8[..., width].
 
     >>> unpack(jnp.array([0x2A], jnp.uint8), 4, 2).tolist()
     [10, 2]
     """
-    per_byte = 8 // bits
-    if per_byte == 1:
-        return packed
-    *lead, W = packed.shape
-    shifts = jnp.arange(0, 8, bits, dtype=jnp.uint8).reshape(*[1] * len(lead), per_byte, 1)
-    runs = (packed[..., None, :] >> shifts) & jnp.uint8(2**bits - 1)
-    return runs.reshape(*lead, per_byte * W)[..., :width]
+    return jnp.concatenate(unpack_runs(packed, bits), axis=-1)[..., :width]

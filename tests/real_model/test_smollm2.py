@@ -64,9 +64,7 @@ def test_exact_caches_give_the_uncached_logits(lm, ids, name):
     text = ids[:300]
     want = np.asarray(lm.logits(text))
     pieces = [np.asarray(logits) for _, logits in lm.teacher_forced(text, EXACT[name], chunk=128)]
-    np.testing.assert_allclose(
-        np.concatenate(pieces, axis=1), want, atol=AGAINST_UNCACHED, rtol=0
-    )
+    np.testing.assert_allclose(np.concatenate(pieces, axis=1), want, atol=AGAINST_UNCACHED, rtol=0)
 
 
 def test_the_sink_effect_shows(lm, ids):
