@@ -34,7 +34,8 @@ class SinkWindow:
         check_at_least(self, sinks=1, window=1)
 
     def num_slots(self, max_len: int, slack: int, group: int) -> int:
-        ring = min(max(max_len - self.sinks, 1), self.window + slack)
+        wraps = self.capacity(max_len) is None
+        ring = self.window + slack if wraps else max(max_len - self.sinks, 1)
         return self.sinks + round_up(ring, group)
 
     def capacity(self, max_len: int) -> int | None:

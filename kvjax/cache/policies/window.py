@@ -29,8 +29,9 @@ class Window:
         check_at_least(self, window=1)
 
     def num_slots(self, max_len: int, slack: int, group: int) -> int:
-        # min: a window longer than the text needs no ring, and then never wraps.
-        return round_up(min(max_len, self.window + slack), group)
+        # A window longer than the text never wraps: it needs no more slots than tokens.
+        wraps = self.capacity(max_len) is None
+        return round_up(self.window + slack if wraps else max_len, group)
 
     def capacity(self, max_len: int) -> int | None:
         return None if max_len >= self.window else max_len
