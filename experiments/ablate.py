@@ -19,7 +19,7 @@ from rich.console import Console
 import kvjax
 from experiments import measure
 from experiments.configuration import AblationConfig, flatten
-from experiments.environment import count_cache_hits, environment
+from experiments.environment import code_fingerprint, count_cache_hits, environment
 from experiments.progress import RunProgress
 from experiments.report import result_table, write_report
 from experiments.rows import Row, RunFolder, fresh_name, open_run
@@ -58,7 +58,11 @@ def run_ablation(
     """
     console = console or Console()
     text = load_text(config.text)
-    identity = {**flatten(config), "text_sha256": hashlib.sha256(text.encode()).hexdigest()}
+    identity = {
+        **flatten(config),
+        "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "code": code_fingerprint(),  # rows of another codec of the same name are not finished
+    }
     with open_run(out, identity) as folder:
         pending = [label for label in config.variants if not folder.finished(label)]
         if pending:

@@ -1,6 +1,7 @@
 """Where rows come from: versions, device and threads; and the compilation cache on disk."""
 
 import contextlib
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -11,6 +12,9 @@ from typing import Any
 
 import jax
 import jax.monitoring
+
+import kvjax
+import pallas_kernels
 
 PACKAGES = ("jax", "jaxlib", "numpy", "flax", "kvjax")
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
@@ -30,6 +34,17 @@ def environment() -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "threads": available_threads(),
     }
+
+
+def code_fingerprint() -> str:
+    """SHA-256 of the source of kvjax and its kernels, 16 hex digits: what gave a row its data."""
+    digest = hashlib.sha256()
+    for package in (kvjax, pallas_kernels):
+        root = Path(str(package.__file__)).parent
+        for file in sorted(root.rglob("*.py")):
+            digest.update(f"{package.__name__}/{file.relative_to(root).as_posix()}\0".encode())
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def available_threads() -> int:

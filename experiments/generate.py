@@ -36,15 +36,18 @@ def _read(name: str, text: str) -> CacheConfig:
 class Stream:
     """Writes tokens as they come, as soon as they make whole characters."""
 
-    def __init__(self, lm: LanguageModel, out: TextIO):
+    def __init__(self, lm: LanguageModel, prompt: str, out: TextIO):
         self._decode, self._out = lm.tokenizer.decode if lm.tokenizer else str, out
         self._hidden = lm.eos_ids
         self._ids: list[int] = []
         self._written = 0
+        self._prompt = prompt
 
     def __call__(self, index: int, token: int) -> None:
         """Take one token; `index` is that of the only prompt."""
         del index
+        self._out.write(self._prompt)  # now that it is sure that there is a continuation
+        self._prompt = ""
         if token in self._hidden:
             return
         self._ids.append(token)
@@ -68,15 +71,13 @@ def generate(
 ) -> None:
     """Print the prompt and its continuation to `out`, and what the cache costs to `notes`."""
     lm = kvjax.load(model, dtype=dtype)
-    out.write(prompt)
-    out.flush()
     start = time.perf_counter()
     result = lm.generate(
         prompt,
         cache=cache,
         max_new_tokens=max_new_tokens,
         sampling=sampling,
-        on_token=Stream(lm, out),
+        on_token=Stream(lm, prompt, out),
     )
     seconds = time.perf_counter() - start
     out.write("\n")

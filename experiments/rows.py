@@ -69,7 +69,9 @@ def open_run(path: Path, config: Mapping[str, Any]) -> Iterator[RunFolder]:
     with _locked(path):
         wanted = plain(config)
         manifest = path / MANIFEST
-        if manifest.exists():
+        # A start that came to nothing (a typo, a missing model) does not claim its folder.
+        claimed = (path / ROWS).exists()
+        if claimed and manifest.exists():
             changes = differences(_read_manifest(manifest), wanted)
             if changes:
                 shown = "; ".join(changes[:3]) + (
@@ -79,7 +81,7 @@ def open_run(path: Path, config: Mapping[str, Any]) -> Iterator[RunFolder]:
                     f"{path} holds a run of another config ({shown}); "
                     f"use a new folder: --out {fresh_name(path)}"
                 )
-        elif (path / ROWS).exists():
+        elif claimed:
             raise ConfigError(f"{path} has rows but no {MANIFEST}; use --out {fresh_name(path)}")
         else:
             text = json.dumps({"config": wanted}, indent=1, allow_nan=False)

@@ -2,7 +2,7 @@
 
 >>> import kvjax
 >>> kvjax.CacheConfig(layout=kvjax.Paged(page_size=16), codec=kvjax.Int(bits=4)).label
-'paged(page_size=16) / int(bits=4) / keep_all / rotated_absolute'
+'paged / int(bits=4) / keep_all / rotated_absolute'
 """
 
 from kvjax.cache import (

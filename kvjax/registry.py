@@ -16,9 +16,11 @@ class Registry(Mapping[str, type]):
     4
     """
 
-    def __init__(self, kind: str, members: dict[str, type]):
+    def __init__(self, kind: str, contract: type, members: dict[str, type]):
         self.kind = kind
         self._members = dict(members)
+        for name, cls in members.items():
+            _check_member(kind, name, cls, contract)
 
     def __getitem__(self, name: str) -> type:
         if name not in self._members:
@@ -69,3 +71,16 @@ class Registry(Mapping[str, type]):
                 f"cannot read {self.kind} {text!r}; write it like name or name(knob=value)"
             ) from None
         return self.create(call.func.id, knobs)
+
+
+def _check_member(kind: str, name: str, cls: type, contract: type) -> None:
+    """Refuse a class that does not meet the contract, for whoever adds a member."""
+    parameters = getattr(cls, "__dataclass_params__", None)
+    if parameters is None or not parameters.frozen or not parameters.eq:
+        raise TypeError(f"{kind} {name!r}: {cls.__name__} must be a frozen dataclass")
+    asked = [key for key in vars(contract) if not key.startswith("_")]
+    fields = {field.name for field in dataclasses.fields(cls)}
+    missing = [key for key in asked if not hasattr(cls, key) and key not in fields]
+    if missing:
+        where = f"{contract.__module__}.{contract.__name__}"
+        raise TypeError(f"{kind} {name!r}: {cls.__name__} lacks {', '.join(missing)} of {where}")

@@ -24,7 +24,7 @@ class PartSpec:
         width: W, elements of a row.
         dtype: numpy name of the element type.
         tokens_per_row: r, consecutive tokens that share one row.
-        padding_bits: bits of a row that hold nothing (odd widths, packed).
+        padding_bits: bits of a row that hold nothing: 8 * itemsize * width less those of all codes.
     """
 
     name: str
@@ -59,11 +59,18 @@ class Codec(Protocol):
         ...
 
     def encode(self, x: jax.Array) -> tuple[jax.Array, ...]:
-        """Encode [..., S, width] to rows [..., S // r, W] of each part; `group` divides S."""
+        """Encode [..., S, width] to rows [..., S // r, W] of each part; `group` divides S.
+
+        x has the model's dtype (f32 or bf16); rows have the dtypes and widths that `parts` says.
+        Values that are not finite must not reach other tokens or heads.
+        """
         ...
 
     def decode(self, parts: tuple[jax.Array, ...], width: int) -> jax.Array:
-        """Decode rows [..., S // r, W] of each part to [..., S, width]."""
+        """Decode rows [..., S // r, W] of each part to [..., S, width], f32 or narrower.
+
+        Slots that were never written hold any bytes: decode them to anything, but do not fail.
+        """
         ...
 
     def bound(self, x: jax.Array) -> jax.Array:

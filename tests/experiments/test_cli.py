@@ -9,6 +9,7 @@ import pytest
 from experiments import environment
 from experiments.cli import COMMANDS, main
 from experiments.generate import UNFINISHED, Stream
+from kvjax.cache.codecs import CODECS
 
 
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,7 +71,10 @@ def test_ablate_writes_to_runs_by_default(config_file, loader, tmp_path, monkeyp
     [
         (["--set", "variants.int5.slack=1"], "'int5'"),
         (["--set", "variants.int4.codec=int(bits=3)"], "bits=3"),
-        (["--set", "variants.int4.codec=float4"], "unknown codec 'float4'; known: int, raw"),
+        (
+            ["--set", "variants.int4.codec=float4"],
+            f"unknown codec 'float4'; known: {', '.join(sorted(CODECS))}",
+        ),
         (["--set", "variants.int4.positions=rotated_slot"], "rotated keys with slot positions"),
         (["--set", "text=nothing.txt"], "unknown text"),
         (["--set", "num_tokens=4000"], "tokens"),
@@ -190,7 +194,7 @@ def test_the_console_script_is_this_function() -> None:
 
 def test_streaming_hides_the_end_of_the_text_and_half_characters(tiny) -> None:
     out = io.StringIO()
-    stream = Stream(tiny, out)
+    stream = Stream(tiny, "", out)
     for token in (1, 2, tiny.eos_ids[0]):
         stream(0, token)
     assert out.getvalue() == tiny.tokenizer.decode([1, 2])

@@ -55,8 +55,8 @@ def test_damage_before_the_last_line_is_told(tmp_path: Path) -> None:
 
 
 def test_another_config_is_refused_with_what_changed(tmp_path: Path) -> None:
-    with open_run(tmp_path / "run", CONFIG):
-        pass
+    with open_run(tmp_path / "run", CONFIG) as folder:
+        folder.append({"variant": "a", "status": "ok"})
     changed = {"num_tokens": 8, "variants.a.bits": 2, "variants.b": "CacheConfig"}
     with pytest.raises(ConfigError) as caught, open_run(tmp_path / "run", changed):
         pass
@@ -72,8 +72,18 @@ def test_rows_without_a_manifest_are_refused(tmp_path: Path) -> None:
         pass
 
 
+def test_a_start_that_came_to_nothing_does_not_claim_its_folder(tmp_path: Path) -> None:
+    with open_run(tmp_path, {"model": "smollm3"}):
+        pass
+    with open_run(tmp_path, CONFIG) as folder:
+        folder.append({"variant": "a", "status": "ok"})
+    with open_run(tmp_path, CONFIG) as folder:
+        assert folder.finished("a")
+
+
 def test_a_broken_manifest_is_refused(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text("{")
+    (tmp_path / "rows.jsonl").write_text("")
     with pytest.raises(ConfigError, match="cannot be read"), open_run(tmp_path, CONFIG):
         pass
 

@@ -4,12 +4,14 @@ A codec meets `kvjax.cache.base.Codec`; being listed it appears in `kvjax list`,
 the conformance suite.
 """
 
+from kvjax.cache.base import Codec
 from kvjax.cache.codecs.int import Int
 from kvjax.cache.codecs.raw import Raw
 from kvjax.registry import Registry
 
 CODECS = Registry(
     "codec",
+    Codec,
     {
         "raw": Raw,
         "int": Int,
