@@ -121,7 +121,7 @@ class LanguageModel:
         """
         tokens = self._batch(tokens)
         _, T = tokens.shape
-        scores = []
+        scores = [np.zeros((len(tokens), 0), np.float32)]
         for start, logits in self.teacher_forced(tokens, cache, chunk, max_len):
             t = min(logits.shape[1], T - 1 - start)
             if t > 0:
@@ -193,13 +193,11 @@ class LanguageModel:
         return Generation(tokens=tokens, text=text, logprobs=logprobs, reasons=reasons)
 
     def _batch(self, tokens) -> jax.Array:
-        array = np.asarray(tokens)
+        array = _as_integers(tokens, "tokens")
         if array.ndim == 1:
             array = array[None]
-        if array.ndim != 2 or 0 in array.shape or not np.issubdtype(array.dtype, np.integer):
-            raise ConfigError(
-                f"tokens must be integers [B, T] and not empty, got {array.dtype}{array.shape}"
-            )
+        if array.ndim != 2 or 0 in array.shape:
+            raise ConfigError(f"tokens must be [B, T] and not empty, got {array.shape}")
         self._check_vocabulary(array, "tokens")
         return jnp.asarray(array, jnp.int32)
 
@@ -208,11 +206,9 @@ class LanguageModel:
             if self.tokenizer is None:
                 raise ConfigError(f"{self.name} has no tokenizer: give prompts as token ids")
             prompt = self.tokenizer.encode(prompt)
-        ids = np.asarray(prompt)
+        ids = _as_integers(prompt, f"prompt {index}")
         if ids.ndim != 1 or ids.size == 0:
             raise ConfigError(f"prompt {index} is empty: nothing to continue")
-        if not np.issubdtype(ids.dtype, np.integer):
-            raise ConfigError(f"prompt {index} must be text or integer ids, got {ids.dtype}")
         self._check_vocabulary(ids, f"prompt {index}")
         return ids.tolist()
 
@@ -226,7 +222,7 @@ class LanguageModel:
         """Capacity to allocate; raises if prompt and new tokens do not fit."""
         need = prompt + new
         layers = (cache or CacheConfig()).for_layers(self.config.num_layers)
-        if need > self.config.max_len and not all(c.positions.slot for c in layers):
+        if max(map(functools.partial(_largest_position, need), layers)) >= self.config.max_len:
             raise CapacityError(
                 f"{prompt} prompt + {new} new tokens = {need} exceed the model's "
                 f"{self.config.max_len} positions; shorten them, or stream with "
@@ -256,10 +252,32 @@ class LanguageModel:
         return [[int(i) for i in row] for row in rows]
 
 
+def _largest_position(length: int, layer: CacheConfig) -> int:
+    """Largest rotary position that a text of `length` tokens meets in a layer."""
+    newest = np.asarray([length - 1], np.int32)
+    lag = int(layer.policy.shift(jnp.asarray(newest))[0]) if layer.positions.slot else 0
+    return length - 1 - lag
+
+
+def _as_integers(values: Any, what: str) -> np.ndarray:
+    """Ids as an array; empty lists pass, and are refused by shape."""
+    try:
+        array = np.asarray(values)
+    except ValueError:
+        raise ConfigError(
+            f"{what}: rows of different lengths; pad them or give them apart"
+        ) from None
+    if array.size and not np.issubdtype(array.dtype, np.integer):
+        raise ConfigError(f"{what} must be text or integer ids, got {values!r:.60}")
+    return array
+
+
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
     """Wrap a single prompt: text, or a list of ids."""
     if isinstance(prompts, str):
         return [prompts]
+    if prompts is None:
+        raise ConfigError("no prompts were given")
     several = [isinstance(prompt, str) or np.ndim(prompt) > 0 for prompt in prompts]
     return list(prompts) if all(several) else [prompts]
 

@@ -62,7 +62,8 @@ def generate_loop(
     def take(state: LoopState) -> LoopState:
         """Draw a token from the logits and see who has ended."""
         running = state.reason == RUNNING
-        finite = ~jnp.isnan(state.logits).any(-1)
+        # -inf is a token that cannot be; NaN and inf leave no distribution.
+        finite = ~(jnp.isnan(state.logits) | jnp.isposinf(state.logits)).any(-1)
         token = sampler.sample(state.logits, state.step, state.seen)
         logprob = jax.nn.log_softmax(state.logits)[rows, token]
         writes = running & finite

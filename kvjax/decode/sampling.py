@@ -116,7 +116,9 @@ class Sampler:
     def _filter(self, logits: jax.Array) -> jax.Array:
         """Set what top-k, then top-p, then min-p drop to -inf; the likeliest always stays."""
         _, V = logits.shape
-        ordered = -jnp.sort(-logits, axis=-1)
+        # Ranks, not thresholds: of equal logits no more are kept than were asked for.
+        order = jnp.argsort(-logits, axis=-1, stable=True)
+        ordered = jnp.take_along_axis(logits, order, axis=-1)
         rank = jnp.arange(V, dtype=jnp.int32)[None]
         k = jnp.where(self.top_k > 0, jnp.minimum(self.top_k, V), V)[:, None]
         kept = rank < k
@@ -124,5 +126,5 @@ class Sampler:
         before = jnp.cumsum(probability, axis=-1) - probability
         kept &= (before < self.top_p[:, None]) | (rank == 0)
         kept &= (probability >= self.min_p[:, None] * probability[:, :1]) | (rank == 0)
-        lowest = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
-        return jnp.where(logits >= lowest, logits, -jnp.inf)
+        kept = jnp.take_along_axis(kept, jnp.argsort(order, axis=-1), axis=-1)
+        return jnp.where(kept, logits, -jnp.inf)

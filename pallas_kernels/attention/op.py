@@ -80,7 +80,9 @@ def attention(
     Raises:
         ValueError: shapes, dtypes or the implementation do not fit.
     """
-    _validate(query, key, value, key_positions, page_table)
+    _validate(query, key, value, visibility, key_positions, page_table)
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"{softcap=} must be above 0; None is off")
     run = IMPLEMENTATIONS[resolve_implementation(implementation)]
     if first_slots is not None:
         unit = math.lcm(key.unit, value.unit)
@@ -101,10 +103,16 @@ def attention(
         )
 
 
-def _validate(query, key: Operand, value: Operand, key_positions, page_table) -> None:
+def _validate(
+    query, key: Operand, value: Operand, visibility: Visibility, key_positions, page_table
+) -> None:
     if query.ndim != 4:
         raise ValueError(f"query must be [B, T, N, H], got {query.shape=}")
-    B, _, N, H = query.shape
+    B, T, N, H = query.shape
+    for name in ("first", "window_start", "last"):
+        array = getattr(visibility, name)
+        if array.shape != (B, T) or array.dtype != jnp.int32:
+            raise ValueError(f"visibility.{name} must be int32[{B}, {T}], got {array.aval}")
     if key.paged != value.paged or key.paged != (page_table is not None):
         raise ValueError(f"{key.paged=}, {value.paged=}: both paged with a page table, or neither")
     for name, array in (("key_positions", key_positions), ("page_table", page_table)):

@@ -101,12 +101,9 @@ def _attend_block(q, k, v, mask, *, B: int, T: int, transposed: bool, scale, sof
     weights = jnp.where(seen, jnp.exp(scores - top), 0.0)
     # Dead slots may hold anything, and 0 * NaN is NaN: they are selected away.
     alive = jnp.broadcast_to(mask.any(1)[:, None], (B, K, S)).reshape(BK, S, 1)
-    v = keep_where(alive, v)
-    # Narrow weights only where the queries are narrow too.
-    weights_v, v = _same_dtype(weights.astype(q.dtype), v)
-    output = lax.dot_general(
-        weights_v, v, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32
-    )
+    # The weights stay f32: narrowed to bf16 they would lose more than the values have.
+    v = keep_where(alive, v).astype(jnp.float32)
+    output = lax.dot_general(weights, v, (((2,), (1,)), ((0,), (0,))))
     return _State(output, top, weights.sum(-1, keepdims=True))
 
 

@@ -52,7 +52,7 @@ class Contiguous:
         flat = to_storage(rows, place.part.dtype, buffer.dtype).reshape(B * K, size, W)
         axis = 2 if place.transposed else 1
         flat = flat.swapaxes(1, 2) if place.transposed else flat
-        fits = (row >= 0) & (row + size <= place.num_rows)
+        fits = (row >= 0) & (row <= place.num_rows - size)
         at = jnp.repeat(jnp.where(fits, row, place.num_rows), K)
         bk = jnp.arange(B * K, dtype=jnp.int32)
         # One window of `size` rows for each sequence and head; XLA drops those out of range.

@@ -66,7 +66,7 @@ class Paged:
         P, *_ = buffer.shape
         B, _, size, _ = rows.shape
         per_page = self.page_size // place.part.tokens_per_row
-        fits = (row >= 0) & (row + size <= place.num_rows)
+        fits = (row >= 0) & (row <= place.num_rows - size)
         safe = jnp.where(fits, row, 0)
         page = table[jnp.arange(B, dtype=jnp.int32), safe // per_page]
         page = jnp.where(fits, page, P)  # P is out of range: dropped
