@@ -279,15 +279,22 @@ def tail_of(cache, field: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "codec", [Int(bits=8), Int(bits=2, axis="channel", group_size=4)], ids=label
+    "config",
+    [
+        CacheConfig(codec=Int(bits=8)),
+        CacheConfig(codec=Int(bits=2, axis="channel", group_size=4)),
+        CacheConfig(codec=Int(bits=8), slack=4),  # seen in full precision first
+        CacheConfig(),
+        CacheConfig(layout=Paged(page_size=4)),
+    ],
+    ids=label,
 )
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_bad_token_spoils_no_other_sequence_or_head(codec, value: float):
-    """One value of one head of one sequence is not finite."""
+def test_a_bad_token_spoils_no_other_sequence_or_head(config, value: float):
+    """One value of one head of one sequence is not finite: who cannot see it is not touched."""
     text = Text.random(2, 12)
     bad = Text(text.q, text.k, text.v.copy())
     bad.v[0, 3, 0, 2] = value
-    config = CacheConfig(codec=codec)
     clean, _ = feed_in_chunks(config.init(dims(), 2, 12), text, 12, 12)
     got, _ = feed_in_chunks(config.init(dims(), 2, 12), bad, 12, 12)
     np.testing.assert_array_equal(got[1], clean[1])

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.base import Place
+from kvjax.cache.layouts.scatter import scatter_windows
 from pallas_kernels._common.operand import Operand
 from pallas_kernels._common.words import from_words, storage_dtype, to_storage
 
@@ -55,21 +56,7 @@ class Contiguous:
         fits = (row >= 0) & (row <= place.num_rows - size)
         at = jnp.repeat(jnp.where(fits, row, place.num_rows), K)
         bk = jnp.arange(B * K, dtype=jnp.int32)
-        # One window of `size` rows for each sequence and head; XLA drops those out of range.
-        numbers = lax.ScatterDimensionNumbers(
-            update_window_dims=(1, 2),
-            inserted_window_dims=(0,),
-            scatter_dims_to_operand_dims=(0, axis),
-        )
-        return lax.scatter(
-            buffer,
-            jnp.stack([bk, at], axis=1),
-            flat,
-            numbers,
-            indices_are_sorted=True,
-            unique_indices=True,
-            mode=lax.GatherScatterMode.FILL_OR_DROP,
-        )
+        return scatter_windows(buffer, jnp.stack([bk, at], axis=1), flat, axis)
 
     def reorder(self, buffer, place: Place, table, index):
         K = place.heads

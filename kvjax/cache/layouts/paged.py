@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.base import Place, check_at_least
+from kvjax.cache.layouts.scatter import scatter_windows
 from pallas_kernels._common.operand import Operand
 from pallas_kernels._common.words import from_words, storage_dtype, to_storage
 
@@ -60,7 +61,8 @@ class Paged:
         ids = self._page_ids(place, table, start, size)
         _, m = ids.shape
         pages = rows.reshape(B, K, m, size // m, W).transpose(0, 2, 1, 3, 4)
-        return _set(buffer, place, ids, pages)
+        stored = to_storage(pages, place.part.dtype, buffer.dtype)
+        return buffer.at[ids].set(stored, mode="drop", unique_indices=True)
 
     def scatter(self, buffer, place: Place, table, row, rows):
         P, *_ = buffer.shape
@@ -70,10 +72,12 @@ class Paged:
         safe = jnp.where(fits, row, 0)
         page = table[jnp.arange(B, dtype=jnp.int32), safe // per_page]
         page = jnp.where(fits, page, P)  # P is out of range: dropped
-        if size == per_page:
-            return _set(buffer, place, page, rows)
-        slots = safe[:, None] % per_page + jnp.arange(size, dtype=jnp.int32)[None]  # [B, size]
-        return _set(buffer, place, (page[:, None], slice(None), slots), rows.swapaxes(1, 2))
+        return scatter_windows(
+            buffer,
+            jnp.stack([page, safe % per_page], axis=1),
+            to_storage(rows, place.part.dtype, buffer.dtype),
+            axis=2,
+        )
 
     def reorder(self, buffer, place: Place, table, index):
         source = jnp.take(table, index, axis=0, mode="clip")
@@ -107,9 +111,3 @@ class Paged:
         m = size // per_page
         first = (start // per_page)[:, None] + jnp.arange(m, dtype=jnp.int32)[None]
         return jnp.take_along_axis(table, first, axis=1, mode="clip")
-
-
-def _set(buffer: jax.Array, place: Place, index, rows: jax.Array) -> jax.Array:
-    """Put `rows` at `index`, all different; an index out of range writes nothing."""
-    stored = to_storage(rows, place.part.dtype, buffer.dtype)
-    return buffer.at[index].set(stored, mode="drop", unique_indices=True)
