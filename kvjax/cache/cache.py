@@ -97,7 +97,7 @@ class Cache:
             )
         status = self.status
         if layer == 0:  # the layers see the same positions: one check a step
-            status = status | jnp.where(self._positions_fit(positions), 0, BAD_POSITIONS)
+            status = status | _flag(~self._positions_fit(positions), BAD_POSITIONS)
         new_stores = (*self.stores[:layer], store, *self.stores[layer + 1 :])
         return output, dataclasses.replace(self, stores=new_stores, status=status)
 
@@ -110,7 +110,7 @@ class Cache:
         status = self.status
         capacity = self.spec.capacity
         if capacity is not None:
-            status = status | jnp.where(lengths > capacity, FULL, 0)
+            status = status | _flag(lengths > capacity, FULL)
             lengths = jnp.minimum(lengths, capacity)
         peaks = jnp.maximum(self.peaks, lengths)
         return dataclasses.replace(self, lengths=lengths, peaks=peaks, status=status)
@@ -129,7 +129,7 @@ class Cache:
         return dataclasses.replace(
             self,
             lengths=jnp.where(bad, self.lengths, lengths),
-            status=self.status | jnp.where(bad, BAD_ROLLBACK, 0),
+            status=self.status | _flag(bad, BAD_ROLLBACK),
         )
 
     def reorder(self, index: jax.Array) -> "Cache":
@@ -230,6 +230,11 @@ def _tables(spec: CacheSpec) -> tuple[tuple[jax.Array, ...], ...]:
 def _resize(spec: CacheSpec, batch: int) -> CacheSpec:
     layers = tuple(dataclasses.replace(layer, batch=batch) for layer in spec.layers)
     return dataclasses.replace(spec, batch=batch, layers=layers)
+
+
+def _flag(failed: jax.Array, bit: int) -> jax.Array:
+    """`bit` where bool[B] `failed`; i32 whatever 64-bit types would make of a literal."""
+    return jnp.where(failed, jnp.int32(bit), jnp.int32(0))
 
 
 def _short(array) -> str:

@@ -69,9 +69,9 @@ def generate_loop(
         writes = running & finite
         column = jnp.where(writes, state.step, state.tokens.shape[1])
         counts = state.counts + writes.astype(jnp.int32)
-        reason = jnp.where(counts >= limit, LENGTH, RUNNING)
-        reason = jnp.where((token[:, None] == stops).any(-1), STOP, reason)
-        reason = jnp.where(finite, reason, NOT_FINITE).astype(jnp.int32)
+        reason = jnp.where(counts >= limit, jnp.int32(LENGTH), jnp.int32(RUNNING))
+        reason = jnp.where((token[:, None] == stops).any(-1), jnp.int32(STOP), reason)
+        reason = jnp.where(finite, reason, jnp.int32(NOT_FINITE))
         seen = state.seen
         if sampler.penalizes:
             seen = seen.at[rows, token].max(writes)
