@@ -42,11 +42,9 @@ def attention(
         weights = jnp.where(mask, jnp.exp(scores - top), 0.0)
         total = weights.sum(-1, keepdims=True)
         empty = total == 0
-        alive = mask.any((1, 2, 3))[:, None, :, None]
-        output = jnp.einsum(
-            "BTKGS,BKSH->BTKGH",
-            weights / jnp.where(empty, 1.0, total),
-            jnp.where(alive, v, 0.0),
-        )
+        # Term by term: a value that a query does not see is left out, whatever it holds.
+        shares = (weights / jnp.where(empty, 1.0, total))[..., None]
+        terms = jnp.where(mask[..., None], shares * v[:, None, :, None], 0.0)
+        output = terms.sum(-2)
     lse = jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1.0, total)))
     return output.reshape(B, T, N, value.width), lse.reshape(B, T, N)

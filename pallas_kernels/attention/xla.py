@@ -103,8 +103,28 @@ def _attend_block(q, k, v, mask, *, B: int, T: int, transposed: bool, scale, sof
     alive = jnp.broadcast_to(mask.any(1)[:, None], (B, K, S)).reshape(BK, S, 1)
     # The weights stay f32: narrowed to bf16 they would lose more than the values have.
     v = keep_where(alive, v).astype(jnp.float32)
-    output = lax.dot_general(weights, v, (((2,), (1,)), ((0,), (0,))))
+    if T == 1:
+        output = _mix(weights, v)
+    else:
+        # One query's value may be another's dead slot: what is not finite goes round the product.
+        finite = jnp.isfinite(v)
+        output = _mix(weights, jnp.where(finite, v, 0.0))
+        output = lax.cond(finite.all(), lambda o, *_: o, _spoil, output, seen, v)
     return _State(output, top, weights.sum(-1, keepdims=True))
+
+
+def _mix(weights, v):
+    """Weights f32[B*K, T*G, S] times values f32[B*K, S, Hv]."""
+    return lax.dot_general(weights, v, (((2,), (1,)), ((0,), (0,))))
+
+
+def _spoil(output, seen, v):
+    """Put NaN and infinities where a query sees a value that holds them."""
+    holds = jnp.concatenate([jnp.isnan(v), jnp.isposinf(v), jnp.isneginf(v)], axis=-1)
+    counts = _mix(seen.astype(jnp.float32), holds.astype(jnp.float32))
+    nan, high, low = jnp.split(counts > 0, 3, axis=-1)
+    output = jnp.where(high, jnp.inf, jnp.where(low, -jnp.inf, output))
+    return jnp.where(nan | (high & low), jnp.nan, output)
 
 
 def _same_dtype(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
