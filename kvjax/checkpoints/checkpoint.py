@@ -19,6 +19,7 @@ import numpy as np
 from kvjax.checkpoints.tokenizer import Tokenizer
 from kvjax.errors import CheckpointError, ConfigError
 from kvjax.nn.config import TransformerConfig
+from kvjax.nn.layers import outputs_first
 
 DTYPES = ("float32", "bfloat16")
 
@@ -32,7 +33,7 @@ class Checkpoint:
 
     Attributes:
       config: Sizes of the model.
-      params: `{"params": {...}}`, jax arrays; linear kernels are [in, out].
+      params: `{"params": {...}}`, jax arrays; matrices as `nn.layers.outputs_first` says.
       tokenizer: None when the folder holds no tokenizer.json.
       name: Registered name, or the name of the folder or file.
       source_path: File or folder that was read.
@@ -191,14 +192,19 @@ def assemble_params(
 
     def kernel(parts: dict[str, int], rows: int) -> dict[str, jax.Array]:
         # Parts lie side by side along the output axis, so that one matmul computes all.
-        fused = np.empty((rows, sum(parts.values())), dtype=dtype)
+        fused = np.empty((sum(parts.values()), rows), dtype=dtype)
         start = 0
         for name, width in parts.items():
-            fused[:, start : start + width] = read(name).T
+            fused[start : start + width] = read(name)
             start += width
-        return {"kernel": jax.device_put(fused)}
+        return {"kernel": matrix(fused)}
 
-    embedding = jax.device_put(read(names.embedding).astype(dtype, copy=False))
+    def matrix(weight: np.ndarray) -> jax.Array:
+        # Files store [out, in]; the model says how it wants its matrices.
+        weight = weight if outputs_first(dtype) else np.ascontiguousarray(weight.T)
+        return jax.device_put(weight)
+
+    embedding = matrix(read(names.embedding).astype(dtype, copy=False))
     params: dict[str, Any] = {"embed": {"embedding": embedding}}
     for i in range(config.num_layers):
         at = dataclasses.replace(

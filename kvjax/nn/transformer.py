@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from kvjax.cache.cache import Cache
 from kvjax.nn.attention import Attention
 from kvjax.nn.config import TransformerConfig
-from kvjax.nn.layers import GatedMLP, Linear, RMSNorm, matmul
+from kvjax.nn.layers import GatedMLP, Linear, RMSNorm, matmul, outputs_first
 
 
 class Block(nn.Module):
@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class Embedding(nn.Module):
-    """One table that embeds and, if tied, unembeds.
+    """One table that embeds and, if tied, unembeds: stored as a matrix from D to V.
 
     Attributes:
         vocab_size: V.
@@ -45,11 +45,22 @@ class Embedding(nn.Module):
     width: int
     dtype: str
 
-    @nn.compact
-    def __call__(self) -> jax.Array:
-        """Return the table [V, D]."""
+    def setup(self) -> None:
+        """The matrix, stored as `layers.outputs_first` says."""
+        shape = (self.vocab_size, self.width)
+        shape = shape if outputs_first(self.dtype) else shape[::-1]
         init = nn.initializers.normal(self.width**-0.5)
-        return self.param("embedding", init, (self.vocab_size, self.width), self.dtype)
+        self.embedding = self.param("embedding", init, shape, self.dtype)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Embed i32[B, T] to [B, T, D]."""
+        if outputs_first(self.dtype):
+            return jnp.take(self.embedding, tokens, axis=0, mode="clip")
+        return jnp.moveaxis(jnp.take(self.embedding, tokens, axis=1, mode="clip"), 0, -1)
+
+    def unembed(self, x: jax.Array) -> jax.Array:
+        """Logits f32[..., V] of [..., D]."""
+        return matmul(x, self.embedding)
 
 
 class Transformer(nn.Module):
@@ -94,7 +105,7 @@ class Transformer(nn.Module):
         self, tokens: jax.Array, positions: jax.Array, cache: Cache | None = None
     ) -> tuple[jax.Array, Cache | None]:
         """All but the head: [B, T, D] and the cache; see `__call__`."""
-        x = jnp.take(self.embed(), tokens, axis=0, mode="clip")
+        x = self.embed(tokens)
         for i, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{i}"):
                 x, cache = layer(x, positions, cache, i)
@@ -105,5 +116,5 @@ class Transformer(nn.Module):
         with jax.named_scope("head"):
             x = self.norm(x)
             if self.config.tie_embeddings:
-                return matmul(x, self.embed(), 1)
+                return self.embed.unembed(x)
             return self.head(x).astype(jnp.float32)

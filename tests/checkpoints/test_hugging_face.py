@@ -46,7 +46,7 @@ def test_kernels_are_fused_and_stand_in_by_out(make_weights: Callable, folder: C
     }
     jax.tree.map(np.testing.assert_array_equal, params["layers_1"], expected)
     np.testing.assert_array_equal(
-        params["embed"]["embedding"], weights["model.embed_tokens.weight"]
+        params["embed"]["embedding"], weights["model.embed_tokens.weight"].T
     )
     np.testing.assert_array_equal(params["norm"]["scale"], weights["model.norm.weight"])
     np.testing.assert_array_equal(params["head"]["kernel"], weights["lm_head.weight"].T)

@@ -47,7 +47,7 @@ def numpy_llama(
         weights /= weights.sum(-1, keepdims=True)
         return np.einsum("kgts,skh->tkgh", weights, v).reshape(T, N * H)
 
-    table = np.asarray(params["embed"]["embedding"], np.float64)
+    table = np.asarray(params["embed"]["embedding"], np.float64).T
     hidden = [table[ids] for ids in rows]
     for i in range(config.num_layers):
         layer = params[f"layers_{i}"]

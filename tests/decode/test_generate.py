@@ -275,7 +275,7 @@ class TestNotFinite:
         lm = tiny(num_layers=1, tie_embeddings=False)
         wanted = lm.generate(PROMPTS, cache, 6, stop=[])
         bad = dict(lm.params["params"])
-        table = bad["embed"]["embedding"].at[3].set(value)
+        table = bad["embed"]["embedding"].at[:, 3].set(value)
         bad["embed"] = {"embedding": table}
         broken = dataclasses.replace(lm, params={"params": bad})
         prompts = [[1, 2, 3], *PROMPTS[1:]]
@@ -304,7 +304,7 @@ class TestNotFinite:
         token = free[0][3]
         n = free[0].index(token) + 1
         bad = dict(lm.params["params"])
-        bad["embed"] = {"embedding": bad["embed"]["embedding"].at[token].set(jnp.nan)}
+        bad["embed"] = {"embedding": bad["embed"]["embedding"].at[:, token].set(jnp.nan)}
         broken = dataclasses.replace(lm, params={"params": bad})
         result = broken.generate([PROMPTS[0]], max_new_tokens=8, stop=[])
         assert (result.tokens, result.reasons) == ([free[0][:n]], ["not finite"])
