@@ -136,21 +136,32 @@ def _same_dtype(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _bucketed(body, rows, key, value, visibility: Visibility, key_positions) -> _State:
     S = key_positions.shape[1]
-    buckets = length_buckets(S)
-    # The mask of the whole row is cheap ([B, T, S] booleans) and the same for all layers.
+    buckets = [0, *length_buckets(S)]
     live = visibility.live(key_positions).any(0)
     last = jnp.max(jnp.where(live, jnp.arange(1, S + 1, dtype=jnp.int32), 0))
     index = jnp.sum(last > jnp.array(buckets[:-1], jnp.int32), dtype=jnp.int32)
+    # The mask enters the branches as an operand, hence as a buffer: inside, XLA:CPU would fuse it
+    # into the selection of the values and find it again for every channel of every value.
+    mask = visibility.mask(key_positions)
 
-    def branch(size: int, rows, key, value, visibility, key_positions):
-        mask = visibility.mask(key_positions[:, :size])
-        return body(rows, key.load(0, size, None), value.load(0, size, None), mask)
+    def branch(size: int, rows, key, value, mask):
+        if size == 0:
+            return _nothing(rows, value.width)
+        k, v = key.load(0, size, None), value.load(0, size, None)
+        return body(rows, k, v, mask[:, :, :size])
 
     branches = [functools.partial(branch, size) for size in buckets]
-    operands = (rows, key, value, visibility, key_positions)
-    if len(branches) == 1:
-        return branches[0](*operands)
-    return lax.switch(index, branches, *operands)
+    return lax.switch(index, branches, rows, key, value, mask)
+
+
+def _nothing(rows, value_width: int) -> _State:
+    """The state before any key has been seen."""
+    BK, TG, _ = rows.shape
+    return _State(
+        jnp.zeros((BK, TG, value_width), jnp.float32),
+        jnp.full((BK, TG, 1), jnp.finfo(jnp.float32).min),
+        jnp.zeros((BK, TG, 1), jnp.float32),
+    )
 
 
 def length_buckets(S: int) -> list[int]:
@@ -169,7 +180,6 @@ def length_buckets(S: int) -> list[int]:
 
 
 def _streamed(body, rows, load, visibility, key_positions, value_width: int, block: int) -> _State:
-    BK, TG, _ = rows.shape
     S = key_positions.shape[1]
     size = min(block, S)
     live = visibility.live(key_positions).any(0)
@@ -188,15 +198,11 @@ def _streamed(body, rows, load, visibility, key_positions, value_width: int, blo
         mask = visibility.mask(jnp.where(fresh, positions, -1))
         return i + 1, _combine(state, body(rows, k, v, mask))
 
-    start_state = _State(
-        jnp.zeros((BK, TG, value_width), jnp.float32),
-        jnp.full((BK, TG, 1), jnp.finfo(jnp.float32).min),
-        jnp.zeros((BK, TG, 1), jnp.float32),
-    )
     if size == S:
         k, v = load(0, S)
         return body(rows, k, v, visibility.mask(key_positions))
-    return lax.while_loop(lambda c: c[0] < last, step, (first, start_state))[1]
+    start = (first, _nothing(rows, value_width))
+    return lax.while_loop(lambda c: c[0] < last, step, start)[1]
 
 
 def _combine(a: _State, b: _State) -> _State:
