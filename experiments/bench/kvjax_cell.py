@@ -36,16 +36,7 @@ def main() -> None:
     for _ in range(cell["repetitions"]):
         seconds, logits, cache = fill()
         prefills.append(seconds)
-    state = LoopState(
-        cache=cache,
-        logits=logits,
-        tokens=jnp.zeros((B, new), jnp.int32),
-        logprobs=jnp.zeros((B, new), jnp.float32),
-        seen=jnp.zeros((B, 0), bool),
-        counts=jnp.zeros(B, jnp.int32),
-        reason=jnp.zeros(B, jnp.int32),
-        step=jnp.int32(0),
-    )
+    state = LoopState.after_prefill(cache, logits, new)
     sampler = Sampler.of([Sampling()] * B)
     stops = jnp.full((B, 4), -1, jnp.int32)
     limit = jnp.full(B, new + 1, jnp.int32)

@@ -34,6 +34,23 @@ class LoopState:
     reason: jax.Array  # i32[B], index into REASONS
     step: jax.Array  # i32[]
 
+    @classmethod
+    def after_prefill(
+        cls, cache: Cache, logits: jax.Array, width: int, seen: jax.Array | None = None
+    ) -> "LoopState":
+        """No token yet: `logits` are the prompt's, the output holds up to `width` tokens."""
+        B, _ = logits.shape
+        return cls(
+            cache=cache,
+            logits=logits,
+            tokens=jnp.zeros((B, width), jnp.int32),
+            logprobs=jnp.zeros((B, width), jnp.float32),
+            seen=jnp.zeros((B, 0), bool) if seen is None else seen,
+            counts=jnp.zeros(B, jnp.int32),
+            reason=jnp.zeros(B, jnp.int32),
+            step=jnp.int32(0),
+        )
+
 
 @functools.partial(jax.jit, static_argnames=("model",), donate_argnames=("state",))
 def generate_loop(
@@ -122,17 +139,8 @@ def generate(
     B = len(prompts)
     logits, cache = prefill(model, params, cache, prompts)
     sampler = Sampler.of(settings)
-    width = bucket(max_new_tokens)
-    state = LoopState(
-        cache=cache,
-        logits=logits,
-        tokens=jnp.zeros((B, width), jnp.int32),
-        logprobs=jnp.zeros((B, width), jnp.float32),
-        seen=_seen(prompts, vocab_size if sampler.penalizes else 0),
-        counts=jnp.zeros(B, jnp.int32),
-        reason=jnp.zeros(B, jnp.int32),
-        step=jnp.int32(0),
-    )
+    seen = _seen(prompts, vocab_size if sampler.penalizes else 0)
+    state = LoopState.after_prefill(cache, logits, bucket(max_new_tokens), seen)
     stop_ids = np.full((B, bucket(max([1, *map(len, stops)]), 4)), -1, np.int32)
     for b, ids in enumerate(stops):
         stop_ids[b, : len(ids)] = ids

@@ -141,16 +141,7 @@ def measure_speed(
 def _loop_arguments(cache, logits, new_tokens: int) -> tuple[LoopState, tuple]:
     """A generation that starts after prefill: greedy, and no token ends it."""
     B, _ = logits.shape
-    state = LoopState(
-        cache=cache,
-        logits=logits,
-        tokens=jnp.zeros((B, new_tokens), jnp.int32),
-        logprobs=jnp.zeros((B, new_tokens), jnp.float32),
-        seen=jnp.zeros((B, 0), bool),
-        counts=jnp.zeros(B, jnp.int32),
-        reason=jnp.zeros(B, jnp.int32),
-        step=jnp.int32(0),
-    )
+    state = LoopState.after_prefill(cache, logits, new_tokens)
     no_stops = jnp.full((B, 1), -1, jnp.int32)
     limit = jnp.full(B, new_tokens, jnp.int32)
     return state, (Sampler.of([Sampling()] * B), no_stops, limit, jnp.int32(new_tokens))
