@@ -1,8 +1,11 @@
 """What every test and doctest runs under: strict JAX, several CPU devices, no network."""
 
+import gc
 import os
 import socket
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 # Set before jax, matplotlib or tokenizers are imported; commands that tests start inherit it.
 os.environ.setdefault("MPLBACKEND", "Agg")
@@ -27,6 +30,22 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
 )
 hypothesis.settings.load_profile("kvjax")
+
+
+# Every compiled program holds memory mappings; a process may have 65,530, and XLA:CPU dies beyond.
+MAPPINGS = 20_000
+
+
+@pytest.fixture(autouse=True)
+def bounded_mappings() -> Iterator[None]:
+    """Drop compiled programs between tests before the process runs out of memory mappings."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MAPPINGS:
+        if (suites := sys.modules.get("kvjax.testing.conformance")) is not None:
+            suites.suite.cache_clear()  # each holds its compiled steps
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(autouse=True, scope="session")
