@@ -23,7 +23,6 @@ from kvjax.evaluation import (
 )
 from kvjax.evaluation.perplexity import Chunks
 from kvjax.language_model import LanguageModel
-from pallas_kernels.attention import resolve_implementation
 
 CacheChoice = CacheConfig | LayerPattern
 Stage = Callable[[str], None]
@@ -105,10 +104,10 @@ def _check_positions(cache: CacheChoice, lm: LanguageModel, length: int) -> None
 
 def implementations(cache: CacheChoice, lm: LanguageModel) -> str:
     """Names of the attention implementations that run, "auto" resolved."""
-    names = {layer.implementation for layer in cache.for_layers(lm.config.num_layers)}
     try:
-        return " + ".join(sorted({resolve_implementation(name) for name in names}))
-    except ValueError as error:
+        shapes = jax.eval_shape(lambda: cache.init(lm.dims, batch=1, max_len=1))
+        return " + ".join(shapes.implementations)
+    except (ValueError, NotImplementedError) as error:
         raise ConfigError(str(error)) from None
 
 

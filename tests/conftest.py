@@ -32,6 +32,18 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("kvjax")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let JAX say, where it lowers a kernel for a GPU, that its Triton backend is to go."""
+    config.addinivalue_line("filterwarnings", "ignore:.*Triton.*:DeprecationWarning")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def full_products() -> None:
+    """Multiply f32 as f32: the default on a GPU is TF32, of 11 bits, which no tolerance allows."""
+    if jax.default_backend() == "gpu":
+        jax.config.update("jax_default_matmul_precision", "highest")
+
+
 # Every compiled program holds memory mappings; a process may have 65,530, and XLA:CPU dies beyond.
 MAPPINGS = 20_000
 

@@ -192,6 +192,7 @@ class Place:
     num_slots: int  # S, allocated slots of a sequence
     part: PartSpec
     transposed: bool = False  # the layout may store [W, S]: the part is raw f32 keys
+    implementation: str = "auto"  # which kernel appends
 
     @property
     def num_rows(self) -> int:

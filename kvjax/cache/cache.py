@@ -12,6 +12,7 @@ from kvjax.cache.spec import CacheSpec, make_spec
 from kvjax.cache.store import FieldStore
 from kvjax.dims import CacheDims
 from kvjax.errors import CapacityError, ConfigError
+from pallas_kernels.attention import resolve_implementation
 
 FULL, BAD_POSITIONS, BAD_ROLLBACK = 1, 2, 4
 FAILURES = {
@@ -177,6 +178,20 @@ class Cache:
     def nbytes(self) -> ByteReport:
         """Bytes by purpose; the total is the sum of the device buffers."""
         return count_nbytes(self)
+
+    @property
+    def implementations(self) -> tuple[str, ...]:
+        """Names of the attention implementations that run over the stores, "auto" resolved.
+
+        Raises:
+            ValueError: the one that was asked for is not known, or needs a device that is not here.
+            NotImplementedError: it cannot run over these stores, with what it can.
+        """
+        names = {
+            resolve_implementation(layer.config.implementation, *stores.operands(layer, store))
+            for layer, store in zip(self.spec.layers, self.stores, strict=True)
+        }
+        return tuple(sorted(names))
 
     def check(self) -> "Cache":
         """Raise on the host if any sequence has failed; returns the cache."""

@@ -118,6 +118,7 @@ class LayerSpec:
                 num_slots=self.num_slots,
                 part=part,
                 transposed=transposed,
+                implementation=self.config.implementation,
             )
             for part in parts
         )
@@ -137,6 +138,7 @@ class LayerSpec:
             part=PartSpec(
                 name="tail", kind="tail", width=self.dims.fields[field], dtype=self.dims.dtype
             ),
+            implementation=self.config.implementation,
         )
 
 

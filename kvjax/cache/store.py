@@ -59,6 +59,16 @@ def init(spec: LayerSpec) -> dict[str, FieldStore]:
     return fields
 
 
+def operands(spec: LayerSpec, store) -> list[Operand]:
+    """The stored fields as kernels see them."""
+    return [
+        spec.config.layout.operand(
+            store[name].parts, spec.places(name), width, spec.config.codecs[name]
+        )
+        for name, width in spec.dims.fields.items()
+    ]
+
+
 @functools.partial(jax.jit, static_argnames=("spec", "softcap"))
 def attend(
     spec: LayerSpec, store, tables, lengths, query, entry, positions, *, rotary, scale, softcap
@@ -151,23 +161,16 @@ class _Reader:
 
     def store(self, store, length) -> list:
         """What is stored once `length` tokens have been appended."""
-        spec = self.spec
-        operands = [
-            spec.config.layout.operand(
-                store[name].parts, spec.places(name), width, spec.config.codecs[name]
-            )
-            for name, width in spec.dims.fields.items()
-        ]
-        held = spec.slot_positions(spec.encoded(length))
-        return self._attend(operands, held, self._coded(), self.table)
+        held = self.spec.slot_positions(self.spec.encoded(length))
+        return self._attend(operands(self.spec, store), held, self._coded(), self.table)
 
     def recent_codes(self, codes, held, length) -> list:
         """The chunk's own tokens as they are encoded, before they are in the store."""
         spec = self.spec
-        operands = []
+        fields = []
         for name, width in spec.dims.fields.items():
             places = spec.places(name)
-            operands.append(
+            fields.append(
                 Operand(
                     parts=tuple(_flat(rows) for rows in codes[name]),
                     tokens_per_row=tuple(place.part.tokens_per_row for place in places),
@@ -177,12 +180,12 @@ class _Reader:
                 )
             )
         held = jnp.where(held < spec.encoded(length)[:, None], held, -1)
-        return self._attend(operands, held, self._coded(), None)
+        return self._attend(fields, held, self._coded(), None)
 
-    def in_full(self, operands, held) -> list:
+    def in_full(self, fields, held) -> list:
         """Tokens in full precision, at positions `held` i32[B, S]."""
         first = self.spec.encoded(self.positions + 1)
-        return self._attend(operands, held, self._visibility(first, self.positions), None)
+        return self._attend(fields, held, self._visibility(first, self.positions), None)
 
     def _coded(self) -> Visibility:
         encoded = self.spec.encoded(self.positions + 1)
@@ -199,8 +202,8 @@ class _Reader:
             sinks=policy.sinks,
         )
 
-    def _attend(self, operands, held, visible: Visibility, table) -> list:
-        key, value = operands
+    def _attend(self, fields, held, visible: Visibility, table) -> list:
+        key, value = fields
 
         def call(query, visible, held, key_rotation=None, first_slots=None):
             return attention(

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.checkpoints.checkpoint import Checkpoint
-from kvjax.checkpoints.gguf import load_gguf
 from kvjax.checkpoints.hugging_face import load_hugging_face
 from kvjax.errors import CheckpointError
 from kvjax.packages import package_folder
@@ -59,6 +58,9 @@ def load_checkpoint(name_or_path: str | Path, dtype: Any = "float32") -> Checkpo
       CheckpointError: Neither a name nor a path, or the checkpoint is broken.
       MissingPackageError: The package that carries a named model is not installed.
     """
+    # Only here: the package gguf takes a second to import, and caches and kernels do without it.
+    from kvjax.checkpoints.gguf import load_gguf
+
     name = str(name_or_path)
     if name in _MODELS:
         model = _MODELS[name]

@@ -12,16 +12,59 @@ from pallas_kernels._common.words import from_words
 
 
 class BlockFormat(Protocol):
-    """What a kernel needs of a codec; must be hashable."""
+    """What a kernel needs of a codec; must be hashable.
+
+    XLA decodes blocks as a whole. The Pallas kernels see an element as
+
+        value = level(code) * scale + zero
+
+    with code in column h % W of the first part, the payload, of W columns, and scale and zero, the
+    second and third part where there are any, in column h // c, c being the part's entry of
+    `channels_per_column`. Channels with the same h // W are a *run*: they lie side by side in the
+    payload, and their codes in the same bits of it.
+    """
+
+    @property
+    def runs(self) -> int:
+        """Codes in one element of the payload: channels h, h + W, h + 2W, ..."""
+        ...
+
+    def channels_per_column(self, width: int) -> tuple[int, ...]:
+        """Channels that share one column of each part after the payload."""
+        ...
 
     def decode(self, parts: tuple[jax.Array, ...], width: int) -> jax.Array:
         """Decode rows [..., S // r, W] of each part to values [..., S, width]."""
+        ...
+
+    def levels(self, payload: jax.Array, run) -> jax.Array:
+        """Numbers that the codes of one run stand for.
+
+        Elementwise jnp only: it runs in registers of TPU and GPU kernels.
+
+        Args:
+            payload: [S, n]; integers are i32.
+            run: a number, or i32[1, n] where columns differ.
+
+        Returns:
+            [S, n], bf16 where that holds all levels exactly, else f32.
+        """
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class AsItIs:
     """The format of values that need no decoding."""
+
+    runs = 1
+
+    def channels_per_column(self, width: int) -> tuple[int, ...]:
+        """There is no part but the payload."""
+        return ()
+
+    def levels(self, payload: jax.Array, run) -> jax.Array:
+        """Return the values as they are."""
+        return payload
 
     def decode(self, parts: tuple[jax.Array, ...], width: int) -> jax.Array:
         """Return the only part."""
@@ -56,6 +99,30 @@ class Operand:
             dtypes=(values.dtype.name,),
             width=values.shape[-1],
             format=AsItIs(),
+        )
+
+    def native(self) -> "Operand":
+        """The same operand with narrow floats as such and not as words: what accelerators hold."""
+        parts = (from_words(x, d) for x, d in zip(self.parts, self.dtypes, strict=True))
+        return dataclasses.replace(self, parts=tuple(parts))
+
+    def shapes(self) -> "Operand":
+        """The same operand with shapes and dtypes in place of arrays."""
+        parts = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.parts)
+        return dataclasses.replace(self, parts=tuple(parts))
+
+    @property
+    def payload_width(self) -> int:
+        """W, columns of the payload."""
+        return self.parts[0].shape[1 if self.transposed else -1]
+
+    @property
+    def bytes_per_slot(self) -> float:
+        """Bytes that one head stores for a slot."""
+        axis = 1 if self.transposed else -1
+        return sum(
+            part.shape[axis] * part.dtype.itemsize / r
+            for part, r in zip(self.parts, self.tokens_per_row, strict=True)
         )
 
     @property

@@ -6,6 +6,12 @@ import jax
 import jax.numpy as jnp
 
 
+def visible(j, first, window_start, last, sinks: int):
+    """Whether a key at position j is seen; arrays broadcast. The one rule of all kernels."""
+    inside = (j >= 0) & (j >= first) & (j <= last)
+    return inside & ((j >= window_start) | (j < sinks))
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Visibility:
@@ -26,15 +32,13 @@ class Visibility:
 
     def mask(self, key_positions: jax.Array) -> jax.Array:
         """Visible keys, bool[B, T, S], of `key_positions` i32[B, S]."""
-        j = key_positions[:, None, :]
-        inside = (j >= 0) & (j >= self.first[..., None]) & (j <= self.last[..., None])
-        return inside & ((j >= self.window_start[..., None]) | (j < self.sinks))
+        first, start, last = (x[..., None] for x in (self.first, self.window_start, self.last))
+        return visible(key_positions[:, None, :], first, start, last, self.sinks)
 
     def live(self, key_positions: jax.Array) -> jax.Array:
         """Slots that some query of the sequence may see, bool[B, S]; may claim too many."""
-        j = key_positions
-        inside = (j >= 0) & (j >= self.first.min(1)[:, None]) & (j <= self.last.max(1)[:, None])
-        return inside & ((j >= self.window_start.min(1)[:, None]) | (j < self.sinks))
+        first, start = self.first.min(1)[:, None], self.window_start.min(1)[:, None]
+        return visible(key_positions, first, start, self.last.max(1)[:, None], self.sinks)
 
 
 def causal(positions: jax.Array) -> Visibility:

@@ -25,7 +25,9 @@ def storage_dtype(dtype) -> jnp.dtype:
     """Dtype in which a buffer of `dtype` is kept on this backend."""
     dtype = jnp.dtype(dtype)
     narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
-    if narrow and jax.default_backend() == "cpu":
+    backend = jax.default_backend()
+    # Mosaic takes no float16, and conversion around a kernel would read and write the buffer.
+    if narrow and (backend == "cpu" or (backend == "tpu" and dtype == jnp.float16)):
         return jnp.dtype(f"uint{8 * dtype.itemsize}")
     return dtype
 

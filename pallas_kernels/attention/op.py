@@ -1,16 +1,33 @@
 """The op: validate, resolve the implementation, call it."""
 
 import dataclasses
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels._common.checks import (
+    check_query,
+    check_slots,
+    check_softcap,
+    check_visibility,
+)
+from pallas_kernels._common.implementations import resolve
 from pallas_kernels._common.operand import Operand
+from pallas_kernels._common.softmax import with_sinks
 from pallas_kernels._common.visibility import Visibility
-from pallas_kernels.attention import reference, xla
+from pallas_kernels.attention import gpu, reference, tpu, xla
 
-IMPLEMENTATIONS = {"reference": reference.attention, "xla": xla.attention}
+IMPLEMENTATIONS = {
+    "reference": reference.attention,
+    "xla": xla.attention,
+    "tpu": tpu.attention,
+    "gpu": gpu.attention,
+    "tpu_interpreted": functools.partial(tpu.attention, interpret=True),
+    "gpu_interpreted": functools.partial(gpu.attention, interpret=True),
+}
+UNSUPPORTED = {"tpu": tpu.unsupported, "gpu": gpu.unsupported}
 
 
 @jax.tree_util.register_dataclass
@@ -26,18 +43,24 @@ class KeyRotation:
     base: jax.Array  # i32[B]
 
 
-def resolve_implementation(name: str = "auto") -> str:
-    """Name of the implementation that runs for `name`; raises ValueError if it cannot run here.
+def resolve_implementation(
+    name: str = "auto", key: Operand | None = None, value: Operand | None = None
+) -> str:
+    """Name of the implementation that runs for `name`, over these operands if they are given.
 
-    >>> resolve_implementation("auto")
+    Raises:
+        ValueError: it is not known, or there is no such device here.
+        NotImplementedError: it cannot run over these operands, with what it can.
+
+    >>> resolve_implementation("xla")
     'xla'
     """
-    if name == "auto":
-        return "xla"
-    if name not in IMPLEMENTATIONS:
-        known = ", ".join(["auto", *IMPLEMENTATIONS])
-        raise ValueError(f"unknown attention implementation {name!r}; known: {known}")
-    return name
+
+    def unsupported(name: str) -> str | None:
+        check = UNSUPPORTED.get(name.removesuffix("_interpreted"))
+        return check(key, value) if check and key is not None and value is not None else None
+
+    return resolve("attention", name, IMPLEMENTATIONS, unsupported)
 
 
 def attention(
@@ -52,6 +75,7 @@ def attention(
     softcap: float | None = None,
     key_rotation: KeyRotation | None = None,
     first_slots: int | None = None,
+    sink_logits: jax.Array | None = None,  # f32[N]
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
     """Attend from new queries over stored keys and values.
@@ -72,25 +96,28 @@ def attention(
         softcap: cap on the scaled scores; None is off.
         key_rotation: rotate the keys on read.
         first_slots: no slot from this one on is visible, so it need not be read; None is S.
-        implementation: "auto", "reference" or "xla".
+        sink_logits: f32[N], a logit of each head that takes part in the softmax and has no value
+            (attention sinks of GPT-OSS, arXiv 2508.10925). Give them to one part only of attention
+            that is merged from parts.
+        implementation: "auto" or one of `IMPLEMENTATIONS`.
 
     Returns:
         output f32[B, T, N, Hv] and logsumexp f32[B, T, N].
 
     Raises:
         ValueError: shapes, dtypes or the implementation do not fit.
+        NotImplementedError: a kernel that was asked for by name cannot do this.
     """
     _validate(query, key, value, visibility, key_positions, page_table)
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"{softcap=} must be above 0; None is off")
-    run = IMPLEMENTATIONS[resolve_implementation(implementation)]
+    check_softcap(softcap)
+    run = IMPLEMENTATIONS[resolve_implementation(implementation, key, value)]
     if first_slots is not None:
         unit = math.lcm(key.unit, value.unit)
         key_positions = key_positions[:, : -(-first_slots // unit) * unit]
     if scale is None:
         scale = query.shape[-1] ** -0.5
     with jax.named_scope("attention"):
-        return run(
+        output, lse = run(
             query,
             key,
             value,
@@ -101,27 +128,18 @@ def attention(
             softcap=softcap,
             key_rotation=key_rotation,
         )
+        return (output, lse) if sink_logits is None else with_sinks(output, lse, sink_logits)
 
 
 def _validate(
     query, key: Operand, value: Operand, visibility: Visibility, key_positions, page_table
 ) -> None:
-    if query.ndim != 4:
-        raise ValueError(f"query must be [B, T, N, H], got {query.shape=}")
+    check_query("query", query, "[B, T, N, H]")
     B, T, N, H = query.shape
-    for name in ("first", "window_start", "last"):
-        array = getattr(visibility, name)
-        if array.shape != (B, T) or array.dtype != jnp.int32:
-            raise ValueError(f"visibility.{name} must be int32[{B}, {T}], got {array.aval}")
+    check_visibility(visibility, B, T)
     if key.paged != value.paged or key.paged != (page_table is not None):
         raise ValueError(f"{key.paged=}, {value.paged=}: both paged with a page table, or neither")
-    for name, array in (("key_positions", key_positions), ("page_table", page_table)):
-        if array is None:
-            continue
-        if array.dtype != jnp.int32:
-            raise ValueError(f"{name} must be int32, got {array.dtype}")
-        if array.ndim != 2 or array.shape[0] != B:
-            raise ValueError(f"{name} must be [B={B}, ...], got {array.shape}")
+    check_slots(key_positions, page_table, B)
     K = key.num_kv_heads(B)
     if N % K or value.num_kv_heads(B) != K:
         raise ValueError(

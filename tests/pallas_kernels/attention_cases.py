@@ -12,13 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from kvjax.cache.codecs import Raw
 from kvjax.testing import oracle
 from kvjax.testing.conformance import COMPILER_OPTIONS
 from pallas_kernels._common.operand import Operand
 from pallas_kernels._common.visibility import Visibility
-from pallas_kernels.attention import KeyRotation, attention
+from pallas_kernels.attention import KeyRotation, attention, resolve_implementation
 
 K = 2
 
@@ -143,6 +144,15 @@ def run(case: Case, implementation: str, inputs: Inputs) -> tuple[np.ndarray, np
     output, lse = compiled(case, implementation)(*inputs.arguments)
     assert output.dtype == lse.dtype == jnp.float32
     return np.asarray(output), np.asarray(lse)
+
+
+def skip_unsupported(implementation: str, inputs: Inputs) -> None:
+    """Skip a call that the kernel refuses before any launch, with the reason."""
+    _, key, value, *_ = inputs.arguments
+    try:
+        resolve_implementation(implementation, key, value)
+    except NotImplementedError as error:
+        pytest.skip(str(error))
 
 
 def expected(case: Case, inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:

@@ -10,12 +10,14 @@ import pytest
 
 from kvjax.testing import oracle
 from kvjax.testing.conformance import COMPILER_OPTIONS
+from pallas_kernels._common.implementations import ACCELERATORS
 from pallas_kernels._common.operand import Operand
 from pallas_kernels._common.visibility import Visibility, causal
 from pallas_kernels.attention import IMPLEMENTATIONS, attention, resolve_implementation
+from tests.pallas_kernels.implementations import runnable
 from tests.tolerances import ATTENTION, ELEMENTWISE, LOGSUMEXP
 
-pytestmark = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+pytestmark = pytest.mark.parametrize("implementation", runnable(IMPLEMENTATIONS))
 
 
 def rows(x) -> Operand:
@@ -59,6 +61,8 @@ def probe_values(B: int, S: int) -> np.ndarray:
 @pytest.mark.parametrize("page", [0, 1, 8])
 def test_probe_sees_real_tokens_only(implementation: str, page: int):
     """Lengths 1 to 33 around tiles of 8; padding lanes never join the softmax (B86, B96)."""
+    if page == 1 and implementation.startswith("tpu"):
+        pytest.skip("the TPU kernel takes pages of multiples of 8")
     B, S = 33, 40
     lengths = np.arange(1, B + 1)
     k, v = np.ones((B, S, 1, 4), np.float32), probe_values(B, S)
@@ -185,6 +189,8 @@ def _one_token(S: int = 3, seed: int = 3) -> list:
 @pytest.mark.parametrize("S", [3, 600])
 def test_scale_may_be_traced(implementation: str, S: int):
     """Under an outer jit, vmap and forward derivatives; the reverse one over one block (B106)."""
+    if implementation.removesuffix("_interpreted") in ACCELERATORS:
+        pytest.skip("kernels are forward only; that they take a traced scale is tested below")
     arguments = _one_token(S)
 
     def total(scale):

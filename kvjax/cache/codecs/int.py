@@ -125,6 +125,21 @@ class Int:
                 values[-1] += zero[..., span]
         return values[0] if len(values) == 1 else jnp.concatenate(values, axis=-1)
 
+    @property
+    def runs(self) -> int:
+        return 8 // self.bits
+
+    def channels_per_column(self, width: int) -> tuple[int, ...]:
+        channels = 1 if self.axis == "channel" else self.group_size
+        return (channels,) if self.symmetric else (channels, channels)
+
+    def levels(self, payload: jax.Array, run) -> jax.Array:
+        codes = (payload >> (self.bits * run)) & (2**self.bits - 1)
+        if self.symmetric:
+            half = 2 ** (self.bits - 1)
+            codes = ((codes + half) & (2 * half - 1)) - half
+        return codes.astype(jnp.float32).astype(jnp.bfloat16)
+
     def bound(self, x: jax.Array) -> jax.Array:
         """Half a step, and what rounding of scale and zero point takes off the ends."""
         *_, S, H = x.shape

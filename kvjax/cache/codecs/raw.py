@@ -26,6 +26,7 @@ class Raw:
 
     group = 1
     residual = 0
+    runs = 1
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in DTYPES:
@@ -48,6 +49,12 @@ class Raw:
 
     def decode(self, parts: tuple[jax.Array, ...], width: int) -> jax.Array:
         return parts[0]
+
+    def channels_per_column(self, width: int) -> tuple[int, ...]:
+        return ()
+
+    def levels(self, payload: jax.Array, run) -> jax.Array:
+        return payload
 
     def bound(self, x: jax.Array) -> jax.Array:
         if self.dtype is None:

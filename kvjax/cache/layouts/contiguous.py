@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.base import Place
-from kvjax.cache.layouts.scatter import scatter_windows
 from pallas_kernels._common.operand import Operand
 from pallas_kernels._common.words import from_words, storage_dtype, to_storage
+from pallas_kernels.append import append
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,14 +49,14 @@ class Contiguous:
         return self.scatter(buffer, place, table, start, rows)
 
     def scatter(self, buffer, place: Place, table, row, rows):
-        B, K, size, W = rows.shape
-        flat = to_storage(rows, place.part.dtype, buffer.dtype).reshape(B * K, size, W)
-        axis = 2 if place.transposed else 1
-        flat = flat.swapaxes(1, 2) if place.transposed else flat
-        fits = (row >= 0) & (row <= place.num_rows - size)
-        at = jnp.repeat(jnp.where(fits, row, place.num_rows), K)
-        bk = jnp.arange(B * K, dtype=jnp.int32)
-        return scatter_windows(buffer, jnp.stack([bk, at], axis=1), flat, axis)
+        stored = to_storage(rows, place.part.dtype, buffer.dtype)
+        return append(
+            buffer,
+            stored,
+            row,
+            transposed=place.transposed,
+            implementation=place.implementation,
+        )
 
     def reorder(self, buffer, place: Place, table, index):
         K = place.heads

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.base import Place, check_at_least
-from kvjax.cache.layouts.scatter import scatter_windows
 from pallas_kernels._common.operand import Operand
 from pallas_kernels._common.words import from_words, storage_dtype, to_storage
+from pallas_kernels.append import append
 
 SHUFFLE_SEED = 0x9A6E
 
@@ -65,19 +65,8 @@ class Paged:
         return buffer.at[ids].set(stored, mode="drop", unique_indices=True)
 
     def scatter(self, buffer, place: Place, table, row, rows):
-        P, *_ = buffer.shape
-        B, _, size, _ = rows.shape
-        per_page = self.page_size // place.part.tokens_per_row
-        fits = (row >= 0) & (row <= place.num_rows - size)
-        safe = jnp.where(fits, row, 0)
-        page = table[jnp.arange(B, dtype=jnp.int32), safe // per_page]
-        page = jnp.where(fits, page, P)  # P is out of range: dropped
-        return scatter_windows(
-            buffer,
-            jnp.stack([page, safe % per_page], axis=1),
-            to_storage(rows, place.part.dtype, buffer.dtype),
-            axis=2,
-        )
+        stored = to_storage(rows, place.part.dtype, buffer.dtype)
+        return append(buffer, stored, row, page_table=table, implementation=place.implementation)
 
     def reorder(self, buffer, place: Place, table, index):
         source = jnp.take(table, index, axis=0, mode="clip")
