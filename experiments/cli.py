@@ -1,4 +1,4 @@
-"""The command line: `kvjax list`, `kvjax ablate`, `kvjax generate`, `kvjax bench`."""
+"""The command line: `kvjax list`, `ablate`, `generate`, `bench` and `kernels`."""
 
 import dataclasses
 import importlib
@@ -60,7 +60,7 @@ class Ablate:
     out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """Folder of the results; runs/NAME-OF-THE-CONFIG if not given."""
     implementation: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """Attention implementation of all variants: auto, reference or xla."""
+    """Attention implementation of all variants: auto, reference, xla, tpu or gpu."""
 
     def run(self) -> int:
         """Run the ablation."""
@@ -153,7 +153,53 @@ class Bench:
         raise NotImplementedError
 
 
-COMMANDS: dict[str, type] = {"list": List, "ablate": Ablate, "generate": Generate, "bench": Bench}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """Compile every Pallas kernel for GPUs and TPUs that are not here, and show what each needs.
+
+    A matrix of op x codec x target: compiled or why not; registers, spills and shared memory of a
+    GPU; VMEM, schedule and estimated cycles of a TPU; and the bytes that a call moves over those
+    that it needs. No accelerator is used: the compilers come with the extra `deviceless`, which
+    `make kernels` installs. Nothing is run, so this says nothing of real speed.
+
+    Each (kernel, target) compiles in a process of its own with a time limit, since a target that
+    lacks something often aborts its compiler. Exit code 1: some kernel did not compile where the
+    hardware could run it.
+
+    Try these:
+
+        kvjax kernels --targets sm_90 v6e --only int4
+
+        kvjax kernels --targets tpu
+
+        kvjax kernels --out docs/results
+    """
+
+    out: Annotated[Path, tyro.conf.arg(metavar="FOLDER")] = Path("runs/kernels")
+    """Folder for kernels.json and kernels.md."""
+    targets: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TARGET")] = ("cuda", "tpu")
+    """Of cuda: sm_80 sm_90 sm_100 sm_120; of tpu: v4 v5e v5p v6e 7x; cuda and tpu are all."""
+    only: Annotated[str, tyro.conf.arg(metavar="TEXT")] = ""
+    """Only cases whose op/name contains this, as attention/int4."""
+    timeout: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 90.0
+    """Limit of each compilation."""
+    jobs: int = 1
+    """Compilations at the same time; each takes a core and up to 1 GB."""
+
+    def run(self) -> int:
+        """Compile the matrix."""
+        from experiments.kernels.main import run
+
+        return run(self, _console())
+
+
+COMMANDS: dict[str, type] = {
+    "list": List,
+    "ablate": Ablate,
+    "generate": Generate,
+    "bench": Bench,
+    "kernels": Kernels,
+}
 
 HELP = """usage: kvjax COMMAND [options]
 
@@ -178,8 +224,8 @@ def help_text() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code.
 
-    0 is good, 1 says that a variant failed, 2 that the user has something to mend (one line on
-    standard error says what), 130 that it was interrupted.
+    0 is good, 1 says that a variant or a kernel failed, 2 that the user has something to mend (one
+    line on standard error says what), 130 that it was interrupted.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):

@@ -1,0 +1,1 @@
+"""`kvjax kernels`: compile every Pallas kernel for accelerators that are not here."""
