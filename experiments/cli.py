@@ -158,7 +158,7 @@ class Kernels:
     """Compile every Pallas kernel for GPUs and TPUs that are not here, and show what each needs.
 
     A matrix of op x codec x target: compiled or why not; registers, spills and shared memory of a
-    GPU; VMEM, schedule and estimated cycles of a TPU; and the bytes that a call moves over those
+    GPU; VMEM and the static schedule of a TPU; and the bytes that a call moves over those
     that it needs. No accelerator is used: the compilers come with the extra `deviceless`, which
     `make kernels` installs. Nothing is run, so this says nothing of real speed.
 
@@ -185,6 +185,8 @@ class Kernels:
     """Limit of each compilation."""
     jobs: int = 1
     """Compilations at the same time; each takes a core and up to 1 GB."""
+    cycles: bool = False
+    """Ask for TPU v5p and v6e for an estimate of cycles, too: up to a minute each, and rough."""
 
     def run(self) -> int:
         """Compile the matrix."""

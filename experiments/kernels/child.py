@@ -81,6 +81,7 @@ async def compile_cells(
     *,
     timeout: float,
     report: Callable[[Cell], None],
+    cycles: bool = False,
     module: str = "experiments.kernels.child",
 ) -> None:
     """Compile cases for targets of one backend in child processes; report a cell for each.
@@ -93,10 +94,12 @@ async def compile_cells(
         jobs: (op/name of a case, target of that backend or BYTES), several.
         timeout: seconds for each job; the first of a child pays for the imports, too.
         report: called with each cell as it comes.
+        cycles: ask for an estimate of cycles, too, where a compiler has one.
         module: what the child runs.
     """
     plans = backend_module(backend).plans
-    waiting = [(job, plans(job[1]) if job[1] != BYTES else ("plain",)) for job in jobs]
+    estimated = {job: cycles and job[1] != BYTES for job in jobs}
+    waiting = [(job, plans(job[1]) if estimated[job] else ("plain",)) for job in jobs]
     retried: set[tuple[str, str]] = set()
     while waiting:
         plan = waiting[0][1][0]

@@ -27,6 +27,7 @@ TARGETS = {
 }
 TITLES = {name: f"TPU {name}" for name in TARGETS}
 # The estimate of cycles aborts the process for the others; for v5e on a gather beside the kernel.
+# It takes up to a minute a kernel, and follows no length that is known at run time only.
 ESTIMATED = ("v5p", "v6e")
 DUMP = "KVJAX_KERNELS_DUMP"
 

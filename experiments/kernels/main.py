@@ -98,7 +98,7 @@ def command_line(command: Kernels) -> str:
     for field in dataclasses.fields(command):
         value = getattr(command, field.name)
         if value != field.default:
-            values = value if field.name == "targets" else (value,)
+            values = value if field.name == "targets" else () if value is True else (value,)
             words += [f"--{field.name}", *map(str, values)]
     return shlex.join(words)
 
@@ -145,6 +145,7 @@ async def _compile_all(
                 [job for job in jobs if job not in limits],
                 timeout=command.timeout,
                 report=functools.partial(note, backend),
+                cycles=command.cycles,
             )
 
     names = list(cases)

@@ -41,7 +41,9 @@ def fake_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "fake_child"
 
 
-def compile_with(module: str, backend: str, targets: list[str], timeout: float) -> dict[str, Cell]:
+def compile_with(
+    module: str, backend: str, targets: list[str], timeout: float, **options
+) -> dict[str, Cell]:
     cells: dict[str, Cell] = {}
 
     def note(cell: Cell) -> None:
@@ -49,7 +51,9 @@ def compile_with(module: str, backend: str, targets: list[str], timeout: float) 
         cells[cell.target] = cell
 
     jobs = [("op/case", target) for target in targets]
-    asyncio.run(compile_cells(backend, jobs, timeout=timeout, report=note, module=module))
+    asyncio.run(
+        compile_cells(backend, jobs, timeout=timeout, report=note, module=module, **options)
+    )
     return cells
 
 
@@ -68,7 +72,7 @@ def test_what_hangs_once_gets_a_second_chance(fake_child: str) -> None:
 
 
 def test_a_kernel_without_an_estimate_of_cycles_still_compiles(fake_child: str) -> None:
-    cells = compile_with(fake_child, "tpu", ["v4", "v5p", "v6e"], timeout=30)
+    cells = compile_with(fake_child, "tpu", ["v4", "v5p", "v6e"], timeout=30, cycles=True)
     plans = {target: cell.figures["plan"] for target, cell in cells.items()}
     assert plans == {"v4": "plain", "v5p": "cycles", "v6e": "plain"}
 

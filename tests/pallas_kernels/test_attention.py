@@ -135,12 +135,12 @@ def test_tpu_kernel_in_the_simulator():
 def simulate() -> None:
     """Run the TPU kernel with simulated memory; any race, stray access or leftover signal fails."""
     cases = [
-        Case(S=600, G=1, T=2, window=70, sinks=3),
+        Case(S=300, G=1, T=2, window=70, sinks=3),
         Case(S=64, page=8, codec=INT4, T=5),
         Case(S=64, codec=CHANNEL, page=16, rotated=True),
     ]
     for case in cases:
-        inputs = build(case, case.rounds[0][-3:])
+        inputs = build(case, case.rounds[0][-2:])
 
         def call(query, key, value, visible, held, table, rotation, interpret):
             return tpu.attention(
