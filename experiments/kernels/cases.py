@@ -7,97 +7,29 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.kernels.case import (
+    Case,
+    Plain,
+    Stored,
+    codec_name,
+    operand_of,
+    ragged_lengths,
+    shape_of,
+)
+from experiments.kernels.latent_cases import latent_cases
 from kvjax import Int, Raw
-from kvjax.cache.base import PartSpec
 from kvjax.errors import ConfigError
-from pallas_kernels._common.operand import AsItIs, Operand
+from pallas_kernels._common.operand import Operand
 from pallas_kernels._common.traffic import Traffic, attention_traffic
 from pallas_kernels._common.visibility import Visibility
 from pallas_kernels.append.tuning import tpu_tiles as append_tiles
 from pallas_kernels.attention import KeyRotation
 from pallas_kernels.attention.tuning import gpu_tiles, tpu_tiles
-
-# Lengths of the sequences of a batch, as shares of S: bytes are counted on a ragged batch.
-RAGGED = (1.0, 0.61, 0.13)
-
-
-def shape_of(shape: tuple[int, ...], dtype) -> Any:
-    """Stand-in of an array: all that a compiler needs."""
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def ragged_lengths(B: int, S: int) -> np.ndarray:
-    """Lengths of a batch, i32[B]."""
-    return np.array([int(RAGGED[b % len(RAGGED)] * S) for b in range(B)], np.int32)
-
-
-class Case(Protocol):
-    """One call of one kernel."""
-
-    @property
-    def name(self) -> str:
-        """Name within the op; `--only` matches op/name."""
-        ...
-
-    @property
-    def op(self) -> str:
-        """Op, and what the names of its kernels in a compiled program begin with."""
-        ...
-
-    @property
-    def codec(self) -> str:
-        """How the store is encoded, in a word."""
-        ...
-
-    @property
-    def layout(self) -> str:
-        """How the store lies in memory, in a word."""
-        ...
-
-    @property
-    def reason(self) -> str:
-        """Why the case is here."""
-        ...
-
-    @property
-    def donated(self) -> tuple[int, ...]:
-        """Arguments that the call may write its results into."""
-        ...
-
-    @property
-    def limits(self) -> dict[str, str]:
-        """Targets whose hardware cannot run it, and why: these are not compiled."""
-        ...
-
-    @property
-    def decode(self) -> bool:
-        """Whether the bar on bytes moved over live bytes holds for it."""
-        ...
-
-    def build(self, implementation: str) -> tuple[Callable, tuple]:
-        """The function of an implementation ("gpu", "tpu"), and jax.ShapeDtypeStructs for it."""
-        ...
-
-    def traffic(self, implementation: str) -> Traffic:
-        """Bytes that one call moves, on a ragged batch."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Plain:
-    """A store of one narrow float, for which no codec of kvjax stands yet."""
-
-    dtype: str
-
-    def parts(self, width: int, dtype: str) -> tuple[PartSpec, ...]:
-        """One part of that dtype."""
-        return (PartSpec(name="raw", kind="payload", width=width, dtype=self.dtype),)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,8 +47,8 @@ class AttentionCase:
 
     name: str
     reason: str
-    keys: Raw | Int | Plain = Raw()
-    values: Raw | Int | Plain | None = None
+    keys: Stored = Raw()
+    values: Stored | None = None
     page_size: int = 0
     dtype: str = "bfloat16"
     B: int = 4
@@ -143,7 +75,7 @@ class AttentionCase:
     @property
     def codec(self) -> str:
         """The codec of the keys, and of the values if it is another."""
-        names = [_codec_name(codec, self.dtype) for codec in (self.keys, self.values or self.keys)]
+        names = [codec_name(codec, self.dtype) for codec in (self.keys, self.values or self.keys)]
         return " / ".join(dict.fromkeys(names))
 
     @property
@@ -221,35 +153,11 @@ class AttentionCase:
 
     def _operands(self) -> tuple[Operand, Operand]:
         values = self.values or self.keys
-        return self._operand(self.keys, self.H), self._operand(values, self.Hv or self.H)
-
-    def _operand(self, codec: Raw | Int | Plain, width: int) -> Operand:
-        """Shapes as a device holds them: every dtype as such."""
-        specs = codec.parts(width, self.dtype)
-
-        def shape(rows: int, columns: int) -> tuple[int, ...]:
-            if not self.page_size:
-                return (self.B * self.K, self.S // rows, columns)
-            pages = self.B * self.S // self.page_size
-            return (pages, self.K, self.page_size // rows, columns)
-
-        parts = [shape_of(shape(spec.tokens_per_row, spec.width), spec.dtype) for spec in specs]
-        return Operand(
-            parts=tuple(parts),
-            tokens_per_row=tuple(spec.tokens_per_row for spec in specs),
-            dtypes=tuple(spec.dtype for spec in specs),
-            width=width,
-            format=AsItIs() if isinstance(codec, Plain) else codec,
-            paged=bool(self.page_size),
+        sizes = dict(B=self.B, K=self.K, S=self.S, page_size=self.page_size)
+        return (
+            operand_of(self.keys, self.H, self.dtype, **sizes),
+            operand_of(values, self.Hv or self.H, self.dtype, **sizes),
         )
-
-
-def _codec_name(codec: Raw | Int | Plain, dtype: str) -> str:
-    payload, *_ = codec.parts(1, dtype)
-    bits, axis = getattr(codec, "bits", 0), getattr(codec, "axis", "token")
-    if not bits:
-        return payload.dtype
-    return f"int{bits}" + (" by channel" if axis == "channel" else "")
 
 
 def attention_cases() -> list[Case]:
@@ -394,7 +302,8 @@ def append_cases() -> list[Case]:
 
 
 CASES: dict[str, Case] = {
-    f"{case.op}/{case.name}": case for case in (*attention_cases(), *append_cases())
+    f"{case.op}/{case.name}": case
+    for case in (*attention_cases(), *latent_cases(), *append_cases())
 }
 
 

@@ -23,7 +23,8 @@ from rich.progress import (
 
 from experiments.cli import Kernels
 from experiments.kernels import report
-from experiments.kernels.cases import Case, select_cases
+from experiments.kernels.case import Case
+from experiments.kernels.cases import select_cases
 from experiments.kernels.child import (
     BACKENDS,
     BYTES,

@@ -7,7 +7,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from experiments.kernels.cases import Case
+from experiments.kernels.case import Case
 from experiments.kernels.child import BYTES, Cell, backend_module
 
 BAR = 1.05  # most bytes moved over live bytes of a decode kernel

@@ -8,8 +8,8 @@ integers, exact in bf16) are multiplied, and the scale joins the scores or the w
 
 with q_g the query on the channels of group g and 0 elsewhere. A TPU stacks the groups as more rows
 of one product: decode has fewer rows than its matrix unit loads a tile for. A GPU multiplies group
-by group: the rows of one matrix instruction are few, and nothing has to cross lanes. Where a tile
-meets many groups, as a wide latent does, that is more work than decoding: it holds values then.
+by group: the rows of one matrix instruction are few, and nothing has to cross lanes. Where a row
+has many groups, as a wide latent does, that is more work than decoding: then tiles hold values.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from jax import lax
 from pallas_kernels._common.operand import Operand
 from pallas_kernels._common.products import product
 
-MOST_GROUPS = 4  # of a tile that are stacked
+MOST_GROUPS = 8  # of a whole row: where there are more, tiles hold values
 
 
 class Tile(NamedTuple):
@@ -52,11 +52,12 @@ class Groups:
         self.stacked = bool(channels) and set(operand.tokens_per_row) == {1}
         if not self.stacked:
             return
+        self.columns = operand.parts[1].shape[-1]
+        self.stacked = self.columns <= MOST_GROUPS
         (self.channels,) = set(channels)
-        self.spans, self.columns = spans, operand.parts[1].shape[-1]
+        self.spans = spans
         lasts = [min(first + width, operand.width) - 1 for first, width in spans]
         self.count = max(x // self.channels - self.first(i) + 1 for i, x in enumerate(lasts))
-        self.stacked = self.count <= MOST_GROUPS
 
     def first(self, tile: int) -> int:
         """First group of a tile."""

@@ -50,6 +50,7 @@ def attention(
     rotated: int,
     tiles: GpuTiles,
     interpret: bool,
+    name: str,
 ) -> tuple[jax.Array, jax.Array]:
     """Softmax over the sum of all queries times their keys, times the values.
 
@@ -61,6 +62,7 @@ def attention(
         rotated: which part of the keys `key_rotation` turns.
         tiles: sizes.
         interpret: run by the interpreter.
+        name: of the kernel, in profiles and dumps.
 
     Returns:
         output f32[B, T, N, Hv] and logsumexp f32[B, T, N].
@@ -104,7 +106,7 @@ def attention(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         interpret=interpret,
-        name="attention",
+        name=name,
     )
     output, lse = merge_splits(output, lse)
     return untile(output, T, N), untile(lse[..., None], T, N)[..., 0]

@@ -50,6 +50,7 @@ def attention(
     rotated: int,
     tiles: TpuTiles,
     interpret,
+    name: str,
 ) -> tuple[jax.Array, jax.Array]:
     """See `flash_gpu.attention`, whose arguments these are; `interpret` may be InterpretParams."""
     B, T, N, _ = queries[0].shape
@@ -138,7 +139,7 @@ def attention(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
         ),
         interpret=interpret,
-        name="attention",
+        name=name,
     )(
         *prefetched,
         scale.reshape(1),

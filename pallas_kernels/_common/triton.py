@@ -89,7 +89,9 @@ class Slots(NamedTuple):
     table: Any  # ref i32[B, M] or None
 
 
-WIDEST = 128  # columns of codes in a tile: more of them, and what they meet, fill the registers
+# Columns of codes in a tile: more of them, and what they meet, fill the registers.
+WIDEST = 128
+WIDEST_DECODED = 64  # of rows so wide that they are decoded
 
 
 class Span(NamedTuple):
@@ -112,11 +114,14 @@ class Columns:
         self.operand, self.num_kv_heads = operand, num_kv_heads
         self.per_column = (1, *operand.format.channels_per_column(operand.width))
         W, R = operand.payload_width, operand.format.runs
-        width = min(W, WIDEST) if len(operand.parts) > 1 else W
+        width = W
+        if len(operand.parts) > 1:
+            width = min(W, WIDEST if operand.width <= 2 * WIDEST else WIDEST_DECODED)
+        # Runs of the same columns follow each other: they share the codes that are in registers.
         self.tiles = [
             Span(run, first, min(width, W - first))
-            for run in range(R)
             for first in range(0, W, width)
+            for run in range(R)
         ]
         self.column = jnp.arange(max(16, pl.next_power_of_2(width)), dtype=jnp.int32)
         self.groups = Groups(operand, [(t.run * W + t.first, t.width) for t in self.tiles])
@@ -147,7 +152,22 @@ class Columns:
     def values(self, parts, place: Slots, tile: int) -> jax.Array:
         """Decoded values [block, n] of a tile."""
         levels = self._levels(parts[0], place, tile)
-        return self._scaled(levels, parts, place, *self.channels(tile))
+        (n,), per_column = self.column.shape, set(self.per_column[1:])
+        run, first, _ = self.tiles[tile]
+        start = run * self.operand.payload_width + first
+        c = max(per_column, default=1)
+        whole = c > 1 and c & (c - 1) == 0 and start % c == 0 and n % c == 0
+        if not whole or set(self.operand.tokens_per_row) != {1}:
+            return self._scaled(levels, parts, place, *self.channels(tile))
+        # A scale is loaded once and not for each of its channels: addresses fill registers too.
+        column = start // c + jnp.arange(n // c, dtype=jnp.int32)
+        for i, ref in enumerate(parts[1:]):
+            at = self._at(ref, place, place.slots[:, None], column[None])
+            row = load(at, _both(place.stored, column < ref.shape[-1])).astype(jnp.float32)
+            row = jnp.broadcast_to(row[:, :, None], (*row.shape, c)).reshape(row.shape[0], n)
+            levels = levels.astype(jnp.float32)
+            levels = levels * row if i == 0 else levels + row
+        return levels
 
     def values_of(self, parts, place: Slots, channels: jax.Array, exist: jax.Array) -> jax.Array:
         """Decoded values [block, len(channels)] of any channels: element by element, slow."""

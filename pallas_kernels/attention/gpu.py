@@ -47,6 +47,7 @@ def attention(
         rotated=0,
         tiles=tiles,
         interpret=interpret,
+        name="attention",
     )
 
 

@@ -29,6 +29,9 @@ def latent_attention(
     """See `op.latent_attention`."""
     B, T, N, _ = query_latent.shape
     latent, rope_key = latent.native(), rope_key.native()
+    if tiles is None:
+        narrow, S = query_latent.dtype.itemsize < 4, key_positions.shape[1]
+        tiles = gpu_tiles(latent, rope_key, B, T, N, S, narrow=narrow)
     return flash_gpu.attention(
         [query_latent, query_rope],
         [latent, rope_key],
@@ -40,8 +43,9 @@ def latent_attention(
         softcap=softcap,
         key_rotation=key_rotation,
         rotated=1,
-        tiles=tiles or gpu_tiles(latent, rope_key, B, T * N, key_positions.shape[1]),
+        tiles=tiles,
         interpret=interpret,
+        name="latent_attention",
     )
 
 

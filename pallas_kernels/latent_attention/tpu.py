@@ -40,6 +40,7 @@ def latent_attention(
         rotated=1,
         tiles=tiles or tpu_tiles(latent, rope_key, T * N, key_positions.shape[1]),
         interpret=interpret,
+        name="latent_attention",
     )
 
 
