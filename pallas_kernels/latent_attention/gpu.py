@@ -30,8 +30,8 @@ def latent_attention(
     B, T, N, _ = query_latent.shape
     latent, rope_key = latent.native(), rope_key.native()
     if tiles is None:
-        narrow, S = query_latent.dtype.itemsize < 4, key_positions.shape[1]
-        tiles = gpu_tiles(latent, rope_key, B, T, N, S, narrow=narrow)
+        S = key_positions.shape[1]
+        tiles = gpu_tiles(latent, rope_key, B, T * N, S, uniform=T == 1)
     return flash_gpu.attention(
         [query_latent, query_rope],
         [latent, rope_key],

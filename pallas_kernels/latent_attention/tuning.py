@@ -5,24 +5,31 @@ import math
 from jax.experimental import pallas as pl
 
 from pallas_kernels._common.operand import Operand
-from pallas_kernels._common.tiles import GpuTiles, TpuTiles
+from pallas_kernels._common.tiles import GpuTiles, TpuTiles, count_splits
 
 
 def gpu_tiles(
-    latent: Operand, rope_key: Operand, B: int, T: int, N: int, S: int, *, narrow: bool
+    latent: Operand, rope_key: Operand, B: int, rows: int, S: int, *, uniform: bool = True
 ) -> GpuTiles:
-    """Tiles for T queries of N heads of each of B sequences over S slots.
+    """Tiles for `rows` query rows of each of B sequences over S slots.
 
     Outputs f32[rows, C] and a block of latents stay in the registers of 8 warps: so 16 rows and 32
-    slots, or 16 slots where decoded latents or f32 products are held too, and 32 rows of one query
-    where they are not (the compile matrix shows registers and spills). Splits fill the multiprocessors (132 on an H100) twice.
+    slots, or 16 slots where latents are decoded, f32 or of many tokens, and 32 rows where they are
+    not (the compile matrix shows registers and spills).
+
+    Args:
+        uniform: all rows are of one token, so they see the same.
     """
-    plain = narrow and all(len(x.parts) == 1 for x in (latent, rope_key))
-    rows_tile = 32 if plain and T == 1 and N > 16 else 16
-    block = min(32 if plain else 16, max(16, pl.next_power_of_2(S)))
-    programs = B * -(-T * N // rows_tile)
-    splits = max(1, min(264 // programs, S // (4 * block)))
-    return GpuTiles(rows=rows_tile, block=block, splits=splits, num_warps=8)
+    parts = (*latent.parts, *rope_key.parts)
+    plain = len(parts) == 2 and all(part.dtype.itemsize <= 2 for part in parts)
+    rows_tile = 32 if plain and uniform and rows > 16 else 16
+    block = min(32 if plain and uniform else 16, max(16, pl.next_power_of_2(S)))
+    programs = B * -(-rows // rows_tile)
+    per_slot = latent.bytes_per_slot + rope_key.bytes_per_slot
+    per_split = rows * (6 * latent.width + 2 * rope_key.width)
+    splits = count_splits(programs, S, per_slot, per_split)
+    stages = 1 if latent.parts[0].dtype.itemsize == 4 else 2  # two of f32 would not fit an sm_120
+    return GpuTiles(rows=rows_tile, block=block, splits=splits, num_stages=stages, num_warps=8)
 
 
 def tpu_tiles(latent: Operand, rope_key: Operand, rows: int, S: int) -> TpuTiles:
