@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache.cache import Cache
 from kvjax.cache.config import CacheConfig, LayerPattern
 from kvjax.checkpoints import Tokenizer, load_checkpoint
 from kvjax.decode.generate import bucket, generate
@@ -102,7 +103,7 @@ class LanguageModel:
         if chunk < 1:
             raise ConfigError(f"chunk={chunk} must be at least 1")
         max_len = self._room(cache, T, 0, max_len)
-        state = (cache or CacheConfig()).init(self.dims, B, max_len)
+        state = self._empty(cache, B, max_len)
         start = 0
         for piece, counts in chunks(np.asarray(tokens).tolist(), chunk):
             logits, state = score_step(self.model, self.params, piece, counts, state)
@@ -174,7 +175,7 @@ class LanguageModel:
                 logprobs=empty,
                 reasons=["length"] * len(rows),
             )
-        state = (cache or CacheConfig()).init(self.dims, len(rows), max_len)
+        state = self._empty(cache, len(rows), max_len)
         tokens, logprobs, reasons, _ = generate(
             self.model,
             self.params,
@@ -217,6 +218,12 @@ class LanguageModel:
         outside = ids[(ids < 0) | (ids >= V)]
         if outside.size:
             raise ConfigError(f"{what}: token id {outside[0]} is outside the vocabulary 0..{V - 1}")
+
+    def _empty(self, cache: CacheChoice | None, batch: int, max_len: int) -> Cache:
+        """An empty cache; raises ConfigError where its kernels cannot run here."""
+        empty = (cache or CacheConfig()).init(self.dims, batch, max_len)
+        _ = empty.implementations
+        return empty
 
     def _room(self, cache: CacheChoice | None, prompt: int, new: int, max_len: int | None) -> int:
         """Capacity to allocate; raises if prompt and new tokens do not fit."""

@@ -184,13 +184,16 @@ class Cache:
         """Names of the attention implementations that run over the stores, "auto" resolved.
 
         Raises:
-            ValueError: the one that was asked for is not known, or needs a device that is not here.
-            NotImplementedError: it cannot run over these stores, with what it can.
+            ConfigError: the one that was asked for is not known, needs a device that is not here,
+                or cannot run over these stores; with the reason.
         """
-        names = {
-            resolve_implementation(layer.config.implementation, *stores.operands(layer, store))
-            for layer, store in zip(self.spec.layers, self.stores, strict=True)
-        }
+        try:
+            names = {
+                resolve_implementation(layer.config.implementation, *stores.operands(layer, store))
+                for layer, store in zip(self.spec.layers, self.stores, strict=True)
+            }
+        except (ValueError, NotImplementedError) as error:
+            raise ConfigError(str(error)) from None
         return tuple(sorted(names))
 
     def check(self) -> "Cache":

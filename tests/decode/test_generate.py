@@ -250,6 +250,24 @@ class TestRefusals:
         with pytest.raises(ConfigError, match="2 settings for 1 prompts"):
             tiny(num_layers=1).generate([[1]], sampling=[Sampling(), Sampling()])
 
+    @pytest.mark.parametrize(
+        ("cache", "message"),
+        [
+            (CacheConfig(implementation="tpu"), "'tpu' needs a TPU; this process runs on"),
+            (CacheConfig(implementation="xlas"), "unknown attention implementation 'xlas'"),
+            (
+                CacheConfig(layout="paged(page_size=4)", implementation="tpu_interpreted"),
+                "pages are multiples of 8 tokens.*got 4",
+            ),
+        ],
+    )
+    def test_kernels_that_cannot_run_here(self, cache: CacheConfig, message: str):
+        lm = tiny(num_layers=1)
+        with pytest.raises(ConfigError, match=message):
+            lm.generate([[1, 2]], cache=cache)
+        with pytest.raises(ConfigError, match=message):
+            lm.log_likelihood([[1, 2]], cache=cache)
+
     def test_text_without_a_tokenizer(self):
         lm = dataclasses.replace(tiny(num_layers=1), tokenizer=None)
         with pytest.raises(ConfigError, match="no tokenizer"):
