@@ -37,7 +37,7 @@ class LatentCase:
     latents: Stored = Raw()
     page_size: int = 0
     dtype: str = "bfloat16"
-    B: int = 4
+    B: int = 64
     T: int = 1
     N: int = 16
     C: int = 512

@@ -28,18 +28,23 @@ class GpuTiles:
                 raise ValueError(f"{name}={value} must be a power of two of at least 16")
 
 
-PROGRAMS = 264  # twice the multiprocessors of an H100
-LEAST_SLOTS = 512  # of a split
+MULTIPROCESSORS = 132  # of an H100
+LEAST_SLOTS = 256  # of a split
 
 
 def count_splits(programs: int, S: int, bytes_per_slot: float, bytes_per_split: float) -> int:
     """Programs that share the S slots of one sequence, head and tile (flash-decoding).
 
-    They fill the device where `programs` alone do not; but each loads the queries and stores an
-    output of its own, `bytes_per_split`, which may be 2 % of what it reads of the cache.
+    They fill the device once where `programs` alone do not. Twice would be better, but each split
+    loads the queries and stores an output of its own, `bytes_per_split`: so only where that is at
+    most 2 % of what it reads of the cache.
+
+    >>> count_splits(32, 8192, 512, 3072), count_splits(32, 8192, 96, 3072)
+    (8, 5)
     """
-    least = max(LEAST_SLOTS, round(50 * bytes_per_split / bytes_per_slot))
-    return max(1, min(PROGRAMS // programs, S // least))
+    cheap = S // max(LEAST_SLOTS, round(50 * bytes_per_split / bytes_per_slot))
+    wanted = min(2 * MULTIPROCESSORS // programs, max(cheap, MULTIPROCESSORS // programs))
+    return max(1, min(wanted, S // LEAST_SLOTS))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

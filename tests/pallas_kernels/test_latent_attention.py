@@ -93,7 +93,7 @@ class Inputs:
     keys: np.ndarray  # [B, S, R]
     positions: np.ndarray  # i32[B, T]
     held: np.ndarray  # i32[B, S]
-    arguments: tuple[jax.Array, jax.Array, Operand, Operand, Visibility, jax.Array]
+    arguments: tuple[Any, ...]  # of `latent_attention`
     options: dict[str, Any]
 
 
@@ -114,9 +114,8 @@ def build(case: Case, lengths: Sequence[int], poison: float = np.nan) -> Inputs:
     if case.page:
         table, latent, rope_key = _paged(rng, held, (latent, rope_key), case.page, poison)
     start = np.zeros_like(positions) if case.window is None else positions - case.window + 1
-    visible = Visibility(
-        *map(jnp.asarray, (np.zeros_like(positions), start, positions)), case.sinks
-    )
+    first, start, last = map(jnp.asarray, (np.zeros_like(positions), start, positions))
+    visible = Visibility(first, start, last, case.sinks)
     rotation = None
     if case.rotated:
         frequencies = 100.0 ** -(np.arange(case.R // 2) / (case.R // 2))
@@ -146,7 +145,8 @@ def _operand(codec, rng, held: np.ndarray, width: int, dtype: str, poison: float
     specs = codec.parts(width, dtype)
     parts = []
     for spec, part in zip(specs, rows, strict=True):
-        dead = (held.reshape(len(held), -1, spec.tokens_per_row) < 0).all(-1)[..., None]
+        empty = held.reshape(len(held), -1, spec.tokens_per_row) < 0
+        dead = empty.all(axis=-1, keepdims=True)
         parts.append(jnp.asarray(np.where(dead, _poison(part.dtype, poison), np.asarray(part))))
     operand = Operand(
         parts=tuple(parts),
@@ -253,8 +253,8 @@ def check(case: Case, got, want, what: str) -> None:
     assert np.array_equal(np.isneginf(got[1]), empty), what
 
 
-WIDE = dict(C=512, R=64, S=32)  # the widths of DeepSeek V2 and V3
-ODD = dict(C=10, R=6)
+WIDE: dict[str, Any] = dict(C=512, R=64, S=32)  # the widths of DeepSeek V2 and V3
+ODD: dict[str, Any] = dict(C=10, R=6)
 CASES = [
     Case(T=5),
     Case(**ODD, T=17, page=16, window=4, sinks=4),
@@ -265,15 +265,13 @@ CASES = [
     Case(**ODD, S=LONG, page=16, latent=INT8),
     # Codes: at f32 tolerance, since the oracle sees what they decode to.
     Case(T=5, page=8, softcap=2.0, rotated=True, rope=INT8),
-    Case(**WIDE, page=16, latent=INT8),
+    Case(**WIDE, page=8, latent=INT4),
     Case(**ODD, T=5, page=8, latent=INT4, rope=Raw()),
     Case(T=5, page=16, latent=CHANNEL, rotated=True),
     Case(latent=FINE, rope=INT4, window=7, sinks=3),
     # Narrow dtypes.
-    Case(dtype="bfloat16"),
     Case(dtype="bfloat16", T=5, page=16, window=4, logits=True),
     Case(dtype="bfloat16", T=17, page=8, latent=INT8, rope=Raw()),
-    Case(dtype="bfloat16", **WIDE, page=8, latent=INT4),
 ]
 OTHERS = [name for name in runnable(IMPLEMENTATIONS) if name != "reference"]
 
@@ -340,8 +338,8 @@ def test_xla_forms_no_decoded_cache(case: Case):
     ]
     arguments = (q_latent, q_rope, *stored, *inputs.arguments[4:])
     compiled = _compiled(case, "xla").lower(*arguments, **inputs.options).compile()
-    decoded = 4 * case.S * case.C
-    assert compiled.memory_analysis().temp_size_in_bytes < decoded / 2
+    memory, decoded = compiled.memory_analysis(), 4 * case.S * case.C
+    assert memory is not None and memory.temp_size_in_bytes < decoded / 2
 
 
 def test_case_ids_are_unique():
