@@ -222,6 +222,30 @@ def test_scale_may_be_traced(implementation: str, S: int):
     np.testing.assert_allclose(reverse, forward, atol=4 * ATTENTION["float32"])
 
 
+def test_sink_logits_take_weight_and_have_no_value(implementation: str):
+    """One head of two has a strong sink; NumPy's softmax has one more logit, of value 0."""
+    rng = np.random.default_rng(7)
+    q, k, v = (
+        rng.standard_normal((1, n, h, 4)).astype(np.float32) for n, h in ((1, 2), (5, 1), (5, 1))
+    )
+    sinks = np.array([2.5, -1.0], np.float32)
+    output, lse = attend(
+        implementation,
+        jnp.asarray(q),
+        rows(k),
+        rows(v),
+        causal(jnp.array([[4]], jnp.int32)),
+        up_to([5], 5),
+        sink_logits=jnp.asarray(sinks),
+    )
+    for n, sink in enumerate(sinks):
+        logits = np.append(q[0, 0, n] @ k[0, :, 0].T / 2, sink).astype(np.float64)
+        weights = np.exp(logits) / np.exp(logits).sum()
+        want = weights[:-1] @ v[0, :, 0]
+        np.testing.assert_allclose(output[0, 0, n], want, atol=ATTENTION["float32"])
+        np.testing.assert_allclose(lse[0, 0, n], np.log(np.exp(logits).sum()), atol=LOGSUMEXP)
+
+
 def test_one_traced_program_serves_every_scale(implementation: str):
     traces = []
 
