@@ -93,9 +93,7 @@ class TestLogLikelihood:
                 np.testing.assert_allclose(got, uncached, atol=TINY_LOGITS, err_msg=str(chunk))
             assert_same_scores(got, scores[1], f"{chunk=}")
         if name in LOSSY:
-            assert np.abs(scores[1] - uncached).max() > TINY_LOST, (
-                "little was lost: a weak test"
-            )
+            assert np.abs(scores[1] - uncached).max() > TINY_LOST, "little was lost: a weak test"
 
     @pytest.mark.parametrize("name", ["contiguous", "paged"])
     def test_narrow_models(self, name: str):
