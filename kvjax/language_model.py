@@ -13,7 +13,8 @@ import numpy as np
 
 from kvjax.cache.cache import Cache
 from kvjax.cache.config import CacheConfig, LayerPattern
-from kvjax.checkpoints import Tokenizer, load_checkpoint
+from kvjax.cache.spec import make_spec
+from kvjax.checkpoints import Placement, Tokenizer, load_checkpoint, save_checkpoint
 from kvjax.decode.generate import bucket, generate
 from kvjax.decode.prefill import chunks
 from kvjax.decode.sampling import Sampling
@@ -68,13 +69,7 @@ class LanguageModel:
     @property
     def dims(self) -> CacheDims:
         """What a cache must know of this model."""
-        return CacheDims(
-            num_layers=self.config.num_layers,
-            num_heads=self.config.num_heads,
-            num_kv_heads=self.config.num_kv_heads,
-            head_dim=self.config.head_dim,
-            dtype=self.model.dtype,
-        )
+        return self.config.cache_dims(self.model.dtype)
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -84,6 +79,21 @@ class LanguageModel:
             digest.update(jax.tree_util.keystr(path).encode())
             digest.update(np.asarray(leaf).tobytes())
         return digest.hexdigest()[:16]
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write the model into a new folder, for `kvjax.load`; bits and dtypes are kept.
+
+        Raises:
+            CheckpointError: the folder exists.
+        """
+        save_checkpoint(
+            os.fspath(folder),
+            config=self.config,
+            params=self.params,
+            name=self.name,
+            eos_ids=self.eos_ids,
+            tokenizer=self.tokenizer,
+        )
 
     def logits(self, tokens) -> jax.Array:
         """Logits f32[B, T, V] of `tokens` [B, T], without a cache."""
@@ -237,8 +247,7 @@ class LanguageModel:
             )
         if max_len is None:
             return bucket(need) if new else need
-        capacities = [c.policy.capacity(max_len) for c in layers]
-        capacity = min([c for c in capacities if c is not None], default=None)
+        capacity = make_spec(cache or CacheConfig(), self.dims, 1, max_len).capacity
         if capacity is not None and need > capacity:
             raise CapacityError(
                 f"{prompt} prompt + {new} new tokens = {need} exceed the cache's {capacity}; "
@@ -314,20 +323,36 @@ def _next_logprobs(logits, following):
     return picked - jax.nn.logsumexp(logits, axis=-1)
 
 
-def load(source: str | os.PathLike[str], dtype: str = "float32") -> LanguageModel:
+def load(
+    source: str | os.PathLike[str],
+    dtype: str | None = None,
+    *,
+    context_len: int | None = None,
+    sharding: Placement = None,
+) -> LanguageModel:
     """Load a pretrained model.
 
     Args:
-        source: a known name such as "smollm2-135m", or a Hugging Face folder.
-        dtype: of weights and activations, "float32" or "bfloat16".
+        source: a known name such as "smollm2-135m", a Hugging Face folder, a .gguf file, or a
+            folder that `LanguageModel.save` wrote.
+        dtype: of weights and activations, "float32" or "bfloat16". None is float32, or what was
+            saved.
+        context_len: positions to make room for, and the length of text that rotary positions are
+            settled for where they depend on it ("dynamic", "longrope"); None is what the
+            checkpoint states.
+        sharding: where the weights go: None is the default device, a `jax.sharding.Sharding` is
+            for all, a function gives one for each path and shape.
 
     Raises:
         CheckpointError: it is missing, broken, incomplete or of an unknown kind.
+        ConfigError: `dtype` or `context_len` is none that the model offers.
         MissingPackageError: a package that carries the model is not installed.
     """
-    checkpoint = load_checkpoint(os.fspath(source), dtype)
+    checkpoint = load_checkpoint(
+        os.fspath(source), dtype, context_len=context_len, sharding=sharding
+    )
     return LanguageModel(
-        model=Transformer(checkpoint.config, dtype=jnp.dtype(dtype).name),
+        model=Transformer(checkpoint.config, dtype=checkpoint.dtype),
         params=checkpoint.params,
         config=checkpoint.config,
         tokenizer=checkpoint.tokenizer,

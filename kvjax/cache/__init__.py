@@ -7,9 +7,10 @@ from kvjax.cache.base import (
     UNROTATED_SLOT,
     PositionRule,
 )
-from kvjax.cache.cache import KV, Cache
+from kvjax.cache.cache import Cache
 from kvjax.cache.codecs import CODECS
 from kvjax.cache.config import CacheConfig, Codecs, LayerPattern
+from kvjax.cache.entries import KV, Latent, LatentQuery
 from kvjax.cache.layouts import LAYOUTS
 from kvjax.cache.legality import RULES, illegal_reasons
 from kvjax.cache.policies import POLICIES
@@ -28,6 +29,8 @@ __all__ = [
     "Cache",
     "CacheConfig",
     "Codecs",
+    "Latent",
+    "LatentQuery",
     "LayerPattern",
     "PositionRule",
     "illegal_reasons",

@@ -53,7 +53,7 @@ def predict_nbytes(config, dims: CacheDims, batch: int, max_len: int) -> ByteRep
 def count_nbytes(cache) -> ByteReport:
     """Count the buffers (or their shapes) of a cache."""
     lines = {"payload": 0, "scales": 0, "tail": 0, "padding": 0}
-    for spec, store in zip(cache.spec.layers, cache.stores, strict=True):
+    for spec, store in zip(cache.spec.stores, cache.stores, strict=True):
         for name, field in store.items():
             for buffer, place in zip(field.parts, spec.places(name), strict=True):
                 total, part = _nbytes(buffer), place.part

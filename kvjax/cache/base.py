@@ -100,6 +100,13 @@ class Policy(Protocol):
         """Whether slot == position, so that nothing is ever overwritten."""
         ...
 
+    def within(self, window: int) -> "Policy":
+        """The policy of a layer whose queries see no more than `window` keys anyway.
+
+        It may keep less; what it lets a query see is cut to the window by the cache.
+        """
+        ...
+
     def num_slots(self, max_len: int, slack: int, group: int) -> int:
         """Slots S that a sequence needs, a multiple of `group`."""
         ...

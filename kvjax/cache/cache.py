@@ -1,18 +1,18 @@
 """The cache: one frozen pytree for the whole model, and its whole interface."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from kvjax.cache import store as stores
 from kvjax.cache.accounting import ByteReport, count_nbytes
+from kvjax.cache.entries import KV, Latent
 from kvjax.cache.spec import CacheSpec, make_spec
 from kvjax.cache.store import FieldStore
 from kvjax.dims import CacheDims
 from kvjax.errors import CapacityError, ConfigError
-from pallas_kernels.attention import resolve_implementation
 
 FULL, BAD_POSITIONS, BAD_ROLLBACK = 1, 2, 4
 FAILURES = {
@@ -20,13 +20,6 @@ FAILURES = {
     BAD_POSITIONS: "positions did not continue the sequence (lengths, lengths + 1, ...)",
     BAD_ROLLBACK: "a rollback went further than the cache allows, or forwards",
 }
-
-
-class KV(NamedTuple):
-    """The entry of ordinary attention: unrotated keys, and values, of T new tokens."""
-
-    k: jax.Array  # [B, T, K, H]
-    v: jax.Array  # [B, T, K, Hv]
 
 
 @jax.tree_util.register_dataclass
@@ -38,7 +31,7 @@ class Cache:
     are updated in place. Build one with `CacheConfig.init`.
 
     Attributes:
-        stores: one store a layer: a `FieldStore` for each field of an entry.
+        stores: one store a layer that has its own: a `FieldStore` for each field of an entry.
         lengths: tokens seen by each sequence, i32[B].
         peaks: longest length that each sequence has had: what `rollback` is measured from.
         status: bits of `FAILURES` for each sequence, i32[B]; see `check`.
@@ -56,13 +49,15 @@ class Cache:
     def attend(
         self,
         layer: int,
-        query: jax.Array,  # [B, T, N, H]
-        entry: KV,
+        query: Any,
+        entry: KV | Latent,
         positions: jax.Array,  # i32[B, T]
         *,
         rotary: Any = None,
         scale: float | jax.Array | None = None,
         softcap: float | None = None,
+        window: int | None = None,
+        sink_logits: jax.Array | None = None,  # f32[N]
     ) -> tuple[jax.Array, "Cache"]:
         """Attend over what is stored and the new tokens, and store the new ones.
 
@@ -70,23 +65,32 @@ class Cache:
         twice. `lengths` move only with `advance`, once after the last layer.
 
         Args:
-            layer: which layer's store.
-            query: unrotated queries [B, T, N, H].
-            entry: the new tokens' unrotated keys and values.
+            layer: which layer attends. Layers that share a store are called in order, each with
+                the same entry.
+            query: unrotated queries [B, T, N, H]; for latents a `LatentQuery`.
+            entry: the new tokens' unrotated keys and values, or latents.
             positions: i32[B, T]: each sequence goes on at its length; -1 is padding, anywhere,
                 and is neither stored nor seen.
-            rotary: `kvjax.nn.rotary.Rotary`, or None for a model without.
+            rotary: `kvjax.nn.rotary.Rotary`, or None for a layer without.
             scale: factor on scores; None is H ** -0.5.
             softcap: cap on scaled scores.
+            window: keys that a query sees under the model, as the cache was built for.
+            sink_logits: f32[N], logits that take part in the softmax without a value.
 
         Returns:
             output [B, T, N, Hv] in the query's dtype (0 at padding), and the new cache.
+
+        Raises:
+            ConfigError: the layer's entry or window is not what the cache was built for.
         """
-        spec = self.spec.layers[layer]
+        self._check_layer(layer, entry, window)
+        index = self.spec.store_of[layer]
+        spec = self.spec.stores[index]
         with jax.named_scope(f"cache_{layer}"):
             output, store = stores.attend(
                 spec,
-                self.stores[layer],
+                stores.Turn(self.spec.reads_first(layer), self.spec.reads_last(layer)),
+                self.stores[index],
                 self.tables[spec.table],
                 self.lengths,
                 query,
@@ -95,11 +99,12 @@ class Cache:
                 rotary=rotary,
                 scale=scale,
                 softcap=softcap,
+                sink_logits=sink_logits,
             )
         status = self.status
         if layer == 0:  # the layers see the same positions: one check a step
             status = status | _flag(~self._positions_fit(positions), BAD_POSITIONS)
-        new_stores = (*self.stores[:layer], store, *self.stores[layer + 1 :])
+        new_stores = (*self.stores[:index], store, *self.stores[index + 1 :])
         return output, dataclasses.replace(self, stores=new_stores, status=status)
 
     def advance(self, counts: jax.Array) -> "Cache":
@@ -143,7 +148,7 @@ class Cache:
             )
         moved = tuple(
             stores.reorder(spec, store, self.tables[spec.table], index)
-            for spec, store in zip(self.spec.layers, self.stores, strict=True)
+            for spec, store in zip(self.spec.stores, self.stores, strict=True)
         )
         return dataclasses.replace(
             self,
@@ -164,7 +169,7 @@ class Cache:
         tables = _tables(spec)
         copied = tuple(
             stores.fork(old, new, store, self.tables[old.table], tables[new.table], index)
-            for old, new, store in zip(self.spec.layers, spec.layers, self.stores, strict=True)
+            for old, new, store in zip(self.spec.stores, spec.stores, self.stores, strict=True)
         )
         return Cache(
             stores=copied,
@@ -189,8 +194,8 @@ class Cache:
         """
         try:
             names = {
-                resolve_implementation(layer.config.implementation, *stores.operands(layer, store))
-                for layer, store in zip(self.spec.layers, self.stores, strict=True)
+                spec.kind.resolve(spec.config.implementation, *stores.operands(spec, store))
+                for spec, store in zip(self.spec.stores, self.stores, strict=True)
             }
         except (ValueError, NotImplementedError) as error:
             raise ConfigError(str(error)) from None
@@ -204,6 +209,17 @@ class Cache:
                 raise CapacityError(f"sequence {b}: {'; '.join(failures)}")
         return self
 
+    def _check_layer(self, layer: int, entry: KV | Latent, window: int | None) -> None:
+        dims = self.spec.dims
+        widths = {name: x.shape[-1] for name, x in entry._asdict().items()}
+        if widths != dims.fields:
+            raise ConfigError(f"layer {layer} gives {widths}, the cache holds {dims.fields}")
+        if window != dims.window(layer):
+            raise ConfigError(
+                f"layer {layer} has window {window}, the cache was built for "
+                f"{dims.window(layer)}; build it with the model's dims (`lm.dims`)"
+            )
+
     def _positions_fit(self, positions: jax.Array) -> jax.Array:
         valid = positions >= 0
         rank = jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1
@@ -211,7 +227,7 @@ class Cache:
 
     def __repr__(self) -> str:
         groups: dict[str, int] = {}
-        for spec, store in zip(self.spec.layers, self.stores, strict=True):
+        for spec, store in zip(self.spec.stores, self.stores, strict=True):
             arrays = ", ".join(
                 f"{name}={'+'.join(_short(part) for part in field.parts)}"
                 for name, field in store.items()
@@ -232,7 +248,7 @@ def init_cache(config, dims: CacheDims, batch: int, max_len: int) -> Cache:
     """
     spec = make_spec(config, dims, batch, max_len)
     return Cache(
-        stores=tuple(stores.init(layer) for layer in spec.layers),
+        stores=tuple(stores.init(store) for store in spec.stores),
         lengths=jnp.zeros(batch, jnp.int32),
         peaks=jnp.zeros(batch, jnp.int32),
         status=jnp.zeros(batch, jnp.int32),
@@ -246,8 +262,8 @@ def _tables(spec: CacheSpec) -> tuple[tuple[jax.Array, ...], ...]:
 
 
 def _resize(spec: CacheSpec, batch: int) -> CacheSpec:
-    layers = tuple(dataclasses.replace(layer, batch=batch) for layer in spec.layers)
-    return dataclasses.replace(spec, batch=batch, layers=layers)
+    stores = tuple(dataclasses.replace(store, batch=batch) for store in spec.stores)
+    return dataclasses.replace(spec, batch=batch, stores=stores)
 
 
 def _flag(failed: jax.Array, bit: int) -> jax.Array:

@@ -1,7 +1,7 @@
 """`CacheConfig`: the four choices of a cache, checked when it is built."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -23,15 +23,32 @@ from kvjax.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Codecs:
-    """Different codecs for keys and values.
+    """Different codecs for the fields of an entry; a field that is not named is stored raw.
+
+    Attributes:
+        k: keys.
+        v: values.
+        c: latents, of a model with latent attention.
+        k_rope: the rotary keys beside them.
 
     >>> from kvjax import Int
     >>> Codecs(k=Int(bits=4, axis="channel"), v=Int(bits=4)).k.group
     32
     """
 
-    k: Codec = dataclasses.field(default_factory=Raw)
-    v: Codec = dataclasses.field(default_factory=Raw)
+    k: Codec | None = None
+    v: Codec | None = None
+    c: Codec | None = None
+    k_rope: Codec | None = None
+
+    def __post_init__(self) -> None:
+        if not self.named:
+            raise ConfigError("Codecs() names no field: give k and v, or c and k_rope")
+
+    @property
+    def named(self) -> dict[str, Codec]:
+        """The codecs that were given, by field."""
+        return {name: codec for name, codec in vars(self).items() if codec is not None}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +59,7 @@ class CacheConfig:
 
     Attributes:
         layout: where the bytes of a slot live.
-        codec: how entries are encoded; `Codecs(k=..., v=...)` where keys and values differ.
+        codec: how entries are encoded; `Codecs(k=..., v=...)` where their fields differ.
         policy: who stays and who is visible.
         positions: what position a slot's key stands for: a `PositionRule` or its name.
         slack: newest tokens that `rollback` may forget.
@@ -75,26 +92,50 @@ class CacheConfig:
         check_at_least(self, slack=0)
         LAYOUTS.name_of(self.layout)
         POLICIES.name_of(self.policy)
-        for codec in self.codecs.values():
+        for codec in self.distinct_codecs:
             CODECS.name_of(codec)
         reasons = illegal_reasons(self)
         if reasons:
             raise ConfigError(f"illegal cache {self.label}: {'; '.join(reasons)}")
 
     @property
-    def codecs(self) -> dict[str, Codec]:
-        """Codec of each field of an entry."""
+    def distinct_codecs(self) -> tuple[Codec, ...]:
+        """The codecs that were chosen, each once."""
         if isinstance(self.codec, Codecs):
-            return {"k": self.codec.k, "v": self.codec.v}
-        return {"k": self.codec, "v": self.codec}
+            return tuple(dict.fromkeys(self.codec.named.values()))
+        return (self.codec,)
+
+    def codecs_of(self, fields: Iterable[str]) -> dict[str, Codec]:
+        """Codec of each field of an entry.
+
+        Raises:
+            ConfigError: codecs were chosen for fields that the entry does not have.
+
+        >>> CacheConfig().codecs_of(["c", "k_rope"])
+        {'c': Raw(dtype=None), 'k_rope': Raw(dtype=None)}
+        """
+        if not isinstance(self.codec, Codecs):
+            return dict.fromkeys(fields, self.codec)
+        named, fields = self.codec.named, tuple(fields)
+        strange = sorted(named.keys() - set(fields))
+        if strange:
+            raise ConfigError(
+                f"a codec is chosen for {', '.join(strange)}, but this model caches "
+                f"{' and '.join(fields)}"
+            )
+        return {name: named.get(name, Raw()) for name in fields}
 
     @property
     def label(self) -> str:
         """One line that tells the four choices apart."""
-        codecs = list(dict.fromkeys(member_label(CODECS, c) for c in self.codecs.values()))
+        if isinstance(self.codec, Codecs):
+            named = self.codec.named.items()
+            codec = " + ".join(f"{name}={member_label(CODECS, c)}" for name, c in named)
+        else:
+            codec = member_label(CODECS, self.codec)
         parts = [
             member_label(LAYOUTS, self.layout),
-            " + ".join(codecs),
+            codec,
             member_label(POLICIES, self.policy),
             self.positions.name,
         ]

@@ -22,7 +22,7 @@ class Rule(NamedTuple):
 
 def token_group(config: "CacheConfig") -> int:
     """Tokens that a layer encodes together: all its fields at once."""
-    return math.lcm(*(codec.group for codec in config.codecs.values()))
+    return math.lcm(*(codec.group for codec in config.distinct_codecs))
 
 
 RULES = (

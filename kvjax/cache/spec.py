@@ -6,8 +6,9 @@ import math
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.base import PartSpec, Place
+from kvjax.cache.base import Codec, PartSpec, Place, Policy
 from kvjax.cache.config import CacheConfig
+from kvjax.cache.entries import ENTRIES, EntryKind
 from kvjax.cache.legality import token_group
 from kvjax.dims import CacheDims, round_up
 from kvjax.errors import CapacityError, ConfigError
@@ -15,13 +16,14 @@ from kvjax.errors import CapacityError, ConfigError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """One layer's store.
+    """One store: of a layer, and of those that read it.
 
     Attributes:
         config: the layer's four choices.
         dims: the model's sizes.
         batch: B.
         max_len: tokens asked for.
+        window: keys that a query of the layer sees under the model; None is all.
         table: index into the cache's shared tables.
     """
 
@@ -29,7 +31,24 @@ class LayerSpec:
     dims: CacheDims
     batch: int
     max_len: int
+    window: int | None = None
     table: int = 0
+
+    @property
+    def policy(self) -> Policy:
+        """The config's policy, within what the model lets the layer see."""
+        policy = self.config.policy
+        return policy if self.window is None else policy.within(self.window)
+
+    @property
+    def kind(self) -> EntryKind:
+        """How queries meet what is stored."""
+        return ENTRIES[self.dims.entry]
+
+    @property
+    def codecs(self) -> dict[str, Codec]:
+        """Codec of each field."""
+        return self.config.codecs_of(self.dims.fields)
 
     @property
     def group(self) -> int:
@@ -39,12 +58,12 @@ class LayerSpec:
     @property
     def policy_slots(self) -> int:
         """S as the policy counts it."""
-        return self.config.policy.num_slots(self.max_len, self.config.slack, self.group)
+        return self.policy.num_slots(self.max_len, self.config.slack, self.group)
 
     @property
     def wanted_slots(self) -> int:
         """Slots that would do without any rounding; what is more counts as padding."""
-        return self.config.policy.num_slots(self.max_len, self.config.slack, 1)
+        return self.policy.num_slots(self.max_len, self.config.slack, 1)
 
     @property
     def num_slots(self) -> int:
@@ -54,17 +73,17 @@ class LayerSpec:
     @property
     def capacity(self) -> int | None:
         """Tokens that a sequence may hold; None if it may stream for ever."""
-        return self.config.policy.capacity(self.max_len)
+        return self.policy.capacity(self.max_len)
 
     @property
     def lossless(self) -> bool:
         """Whether every field is stored as it is."""
-        return all(codec.lossless for codec in self.config.codecs.values())
+        return all(codec.lossless for codec in self.codecs.values())
 
     @property
     def residual(self) -> int:
         """Newest tokens that a codec wants to keep in full precision."""
-        return max(codec.residual for codec in self.config.codecs.values())
+        return max(codec.residual for codec in self.codecs.values())
 
     @property
     def has_tail(self) -> bool:
@@ -82,7 +101,7 @@ class LayerSpec:
     @property
     def max_rollback(self) -> int | None:
         """Newest tokens that `rollback` may forget; None is any number."""
-        free = self.config.policy.linear and not self.has_tail
+        free = self.policy.linear and not self.has_tail
         return None if free else self.config.slack
 
     def encoded(self, lengths: jax.Array) -> jax.Array:
@@ -100,7 +119,7 @@ class LayerSpec:
     def places(self, field: str) -> tuple[Place, ...]:
         """Where the parts of a field are stored."""
         width = self.dims.fields[field]
-        codec, layout = self.config.codecs[field], self.config.layout
+        codec, layout = self.codecs[field], self.config.layout
         parts = codec.parts(width, self.dims.dtype)
         # Only keys: a score contracts over the width, the mix of values over the slots.
         # Keys that are rotated on read are best where their width is innermost.
@@ -125,7 +144,7 @@ class LayerSpec:
 
     def slot_positions(self, lengths: jax.Array) -> jax.Array:
         """Position in each allocated slot, i32[B, S], once `lengths` tokens are stored."""
-        positions = self.config.policy.slot_positions(lengths, self.policy_slots)
+        positions = self.policy.slot_positions(lengths, self.policy_slots)
         padding = self.num_slots - self.policy_slots
         return jnp.pad(positions, ((0, 0), (0, padding)), constant_values=-1)
 
@@ -144,24 +163,42 @@ class LayerSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheSpec:
-    """All layers, and what they share."""
+    """All stores, which layer reads which, and what they share.
+
+    Attributes:
+        dims: the model's sizes.
+        batch: B.
+        max_len: tokens asked for.
+        stores: a spec for each store.
+        store_of: index of the store that each layer reads.
+        table_keys: (layout, slots) of each shared table.
+    """
 
     dims: CacheDims
     batch: int
     max_len: int
-    layers: tuple[LayerSpec, ...]
-    table_keys: tuple  # (layout, slots) of each shared table
+    stores: tuple[LayerSpec, ...]
+    store_of: tuple[int, ...]
+    table_keys: tuple
+
+    def reads_first(self, layer: int) -> bool:
+        """Whether a layer is the first of those that read its store."""
+        return self.store_of.index(self.store_of[layer]) == layer
+
+    def reads_last(self, layer: int) -> bool:
+        """Whether a layer is the last of those that read its store."""
+        return self.store_of[layer] not in self.store_of[layer + 1 :]
 
     @property
     def capacity(self) -> int | None:
         """Tokens that a sequence may hold in every layer; None if it may stream for ever."""
-        limits = [layer.capacity for layer in self.layers if layer.capacity is not None]
+        limits = [store.capacity for store in self.stores if store.capacity is not None]
         return min(limits) if limits else None
 
     @property
     def max_rollback(self) -> int | None:
         """Newest tokens that every layer can forget; None is any number."""
-        limits = [s.max_rollback for s in self.layers if s.max_rollback is not None]
+        limits = [s.max_rollback for s in self.stores if s.max_rollback is not None]
         return min(limits) if limits else None
 
 
@@ -171,15 +208,32 @@ def make_spec(config, dims: CacheDims, batch: int, max_len: int) -> CacheSpec:
         if value < 1:
             raise ConfigError(f"{name}={value} must be at least 1")
     keys: dict = {}
-    layers = []
-    for layer in config.for_layers(dims.num_layers):
-        draft = LayerSpec(config=layer, dims=dims, batch=batch, max_len=max_len)
+    stores: list[LayerSpec] = []
+    store_of: list[int] = []
+    configs = config.for_layers(dims.num_layers)
+    for layer, choice in enumerate(configs):
+        owner = dims.owner(layer)
+        if owner != layer:
+            if choice != configs[owner]:
+                raise ConfigError(
+                    f"layer {layer} reads the store of layer {owner}, so its cache cannot be "
+                    f"another: {choice.label} against {configs[owner].label}"
+                )
+            store_of.append(store_of[owner])
+            continue
+        window = dims.window(layer)
+        draft = LayerSpec(config=choice, dims=dims, batch=batch, max_len=max_len, window=window)
         _check_index_range(draft)
-        key = (layer.layout, draft.num_slots)
-        table = keys.setdefault(key, len(keys))
-        layers.append(dataclasses.replace(draft, table=table))
+        table = keys.setdefault((choice.layout, draft.num_slots), len(keys))
+        store_of.append(len(stores))
+        stores.append(dataclasses.replace(draft, table=table))
     return CacheSpec(
-        dims=dims, batch=batch, max_len=max_len, layers=tuple(layers), table_keys=tuple(keys)
+        dims=dims,
+        batch=batch,
+        max_len=max_len,
+        stores=tuple(stores),
+        store_of=tuple(store_of),
+        table_keys=tuple(keys),
     )
 
 

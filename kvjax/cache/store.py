@@ -7,6 +7,9 @@ Two orders, chosen by shapes alone, give the same output:
 * *attend first* (a chunk into a ring, which may overwrite what its first queries still see): the
   queries attend over the store as it was and over the chunk, then the chunk is stored.
 
+Layers that read one store take their part in it: the first writes in the first order, the last in
+the second, so that all of them see the store as it has to be.
+
 With a codec that delays encoding (`LayerSpec.has_tail`) a query at p sees position j as codes iff
 j < encoded(p + 1), else in full precision, from the tail and the chunk; the parts merge exactly.
 """
@@ -19,14 +22,16 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache.base import Place
+from kvjax.cache.entries import Sight
 from kvjax.cache.layouts.contiguous import Contiguous
 from kvjax.cache.policies.window import ring_positions
 from kvjax.cache.spec import LayerSpec
 from kvjax.dims import round_up
 from pallas_kernels._common.merge import merge
 from pallas_kernels._common.operand import AsItIs, Operand
+from pallas_kernels._common.softmax import with_sinks
 from pallas_kernels._common.visibility import Visibility
-from pallas_kernels.attention import KeyRotation, attention
+from pallas_kernels.attention import KeyRotation
 
 TAIL_LAYOUT = Contiguous()
 
@@ -38,6 +43,13 @@ class FieldStore:
 
     parts: tuple[jax.Array, ...]  # encoded, in the layout's physical shapes
     tail: tuple[jax.Array, ...]  # () or one full-precision ring [B*K, tail slots, W]
+
+
+class Turn(NamedTuple):
+    """A layer's place among those that read its store."""
+
+    first: bool = True
+    last: bool = True
 
 
 class Chunk(NamedTuple):
@@ -62,33 +74,45 @@ def init(spec: LayerSpec) -> dict[str, FieldStore]:
 def operands(spec: LayerSpec, store) -> list[Operand]:
     """The stored fields as kernels see them."""
     return [
-        spec.config.layout.operand(
-            store[name].parts, spec.places(name), width, spec.config.codecs[name]
-        )
+        spec.config.layout.operand(store[name].parts, spec.places(name), width, spec.codecs[name])
         for name, width in spec.dims.fields.items()
     ]
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "softcap"))
+@functools.partial(jax.jit, static_argnames=("spec", "turn", "softcap"))
 def attend(
-    spec: LayerSpec, store, tables, lengths, query, entry, positions, *, rotary, scale, softcap
+    spec: LayerSpec,
+    turn: Turn,
+    store,
+    tables,
+    lengths,
+    query,
+    entry,
+    positions,
+    *,
+    rotary,
+    scale,
+    softcap,
+    sink_logits,
 ):
     """Attend over the store and the chunk, and append the chunk; see `Cache.attend`.
 
     Jitted only so that layers of one kind are traced once; inside a step XLA inlines it.
     """
     table = tables[0] if tables else None
-    rule, capacity = spec.config.positions, spec.capacity
-    _, T, _, _ = query.shape
+    rule, kind = spec.config.positions, spec.kind
+    _, T = positions.shape
+    dtype = jax.tree.leaves(query)[0].dtype
     if rule.rotated and rotary is not None:
-        query = rotary.apply(query, positions)
-        entry = {**entry, "k": rotary.apply(entry["k"], positions)}
+        query = kind.rotate(query, rotary, positions)
+        entry = {**entry, kind.turned: rotary.apply(entry[kind.turned], positions)}
     reader = _Reader(
         spec, query, positions, table, None if rule.rotated else rotary, scale, softcap
     )
-    chunk = _compact(entry, positions, lengths, capacity)
+    chunk = _compact(entry, positions, lengths, spec.capacity)
     if T == 1:
-        store = _append_token(spec, store, table, chunk)
+        if turn.first:
+            store = _append_token(spec, store, table, chunk)
         parts = reader.store(store, chunk.end)
         if spec.has_tail:
             tail = [
@@ -100,20 +124,33 @@ def attend(
             parts += reader.in_full(tail, ring_positions(chunk.end, spec.tail_slots))
     else:
         recent, base = _recent(spec, store, chunk)
-        codes = {name: codec.encode(recent[name]) for name, codec in spec.config.codecs.items()}
-        new_store = _append_chunk(spec, store, table, chunk, codes, recent, base)
-        positions_of_recent = _run(base, chunk.end, recent["k"].shape[2])
-        if spec.config.policy.linear:
-            parts = reader.store(new_store, chunk.end)
+        codes = {name: codec.encode(recent[name]) for name, codec in spec.codecs.items()}
+        positions_of_recent = _run(base, chunk.end, jax.tree.leaves(recent)[0].shape[2])
+        write_first = _can_write_first(spec, turn)
+        if write_first:
+            if turn.first:
+                store = _append_chunk(spec, store, table, chunk, codes, recent, base)
+            parts = reader.store(store, chunk.end)
         else:
             parts = reader.store(store, chunk.start)
             parts += reader.recent_codes(codes, positions_of_recent, chunk.end)
         if spec.has_tail:
             full = [Operand.raw(_flat(x)) for x in recent.values()]
-            parts += reader.in_full(full, positions_of_recent)
-        store = new_store
-    output, _ = merge(parts)
-    return output.astype(query.dtype), store
+            parts += reader.in_full(full, positions_of_recent, fresh=True)
+        if turn.last and not write_first:
+            store = _append_chunk(spec, store, table, chunk, codes, recent, base)
+    output, lse = merge(parts)
+    if sink_logits is not None:
+        output, _ = with_sinks(output, lse, sink_logits)
+    return output.astype(dtype), store
+
+
+def _can_write_first(spec: LayerSpec, turn: Turn) -> bool:
+    """Whether a chunk may be stored before its queries attend."""
+    if not spec.policy.linear or spec.kind.attend_fresh is not None:
+        return False
+    # What a tail held is needed by every layer that reads it.
+    return not spec.has_tail or (turn.first and turn.last)
 
 
 def reorder(spec: LayerSpec, store, tables, index):
@@ -176,16 +213,17 @@ class _Reader:
                     tokens_per_row=tuple(place.part.tokens_per_row for place in places),
                     dtypes=tuple(place.part.dtype for place in places),
                     width=width,
-                    format=spec.config.codecs[name],
+                    format=spec.codecs[name],
                 )
             )
         held = jnp.where(held < spec.encoded(length)[:, None], held, -1)
-        return self._attend(fields, held, self._coded(), None)
+        return self._attend(fields, held, self._coded(), fresh=True)
 
-    def in_full(self, fields, held) -> list:
-        """Tokens in full precision, at positions `held` i32[B, S]."""
+    def in_full(self, fields, held, fresh: bool = False) -> list:
+        """Tokens in full precision, at positions `held` i32[B, S]; `fresh` if of the chunk."""
         first = self.spec.encoded(self.positions + 1)
-        return self._attend(fields, held, self._visibility(first, self.positions), None)
+        visible = self._visibility(first, self.positions)
+        return self._attend(fields, held, visible, fresh=fresh)
 
     def _coded(self) -> Visibility:
         encoded = self.spec.encoded(self.positions + 1)
@@ -193,8 +231,10 @@ class _Reader:
         return self._visibility(jnp.zeros_like(self.positions), last)
 
     def _visibility(self, first, last) -> Visibility:
-        policy = self.spec.config.policy
+        policy, window = self.spec.policy, self.spec.window
         padding = self.positions < 0
+        if window is not None:  # the model's own, whatever the policy would show
+            first = jnp.maximum(first, self.positions - (window - 1))
         return Visibility(
             first=first,
             window_start=policy.window_start(self.positions),
@@ -202,16 +242,16 @@ class _Reader:
             sinks=policy.sinks,
         )
 
-    def _attend(self, fields, held, visible: Visibility, table) -> list:
-        key, value = fields
+    def _attend(
+        self, fields, held, visible: Visibility, table=None, *, fresh: bool = False
+    ) -> list:
+        kind = self.spec.kind
+        run = kind.attend_fresh if fresh and kind.attend_fresh is not None else kind.attend
 
-        def call(query, visible, held, key_rotation=None, first_slots=None):
-            return attention(
-                query,
-                key,
-                value,
-                visible,
-                held,
+        def call(query, held, key_rotation=None, first_slots=None):
+            sight = Sight(
+                visibility=visible,
+                key_positions=held,
                 page_table=table,
                 scale=self.scale,
                 softcap=self.softcap,
@@ -219,28 +259,29 @@ class _Reader:
                 first_slots=first_slots,
                 implementation=self.spec.config.implementation,
             )
+            return run(query, fields, sight)
 
         if self.rotary is None:
-            return [call(self.query, visible, held)]
-        rotary, positions, policy = self.rotary, self.positions, self.spec.config.policy
+            return [call(self.query, held)]
+        rotary, positions, policy = self.rotary, self.positions, self.spec.policy
         frequencies = rotary.inverse_frequencies
         start = jnp.zeros_like(positions[:, 0])
         if not self.spec.config.positions.slot:
-            query = rotary.apply(self.query, positions)
-            return [call(query, visible, held, KeyRotation(frequencies, start))]
+            query = kind.rotate(self.query, rotary, positions)
+            return [call(query, held, KeyRotation(frequencies, start))]
         # Slot positions: within the window distances are those of the text, so queries and keys
         # are turned from a common base, which stays small in a stream of any length. The sinks
         # are as far from the query as their ranks among the tokens it sees.
         base = jnp.min(jnp.where(positions < 0, jnp.iinfo(jnp.int32).max, positions), axis=1)
         base = jnp.maximum(policy.window_start(base), 0)
         in_window = jnp.where(held < policy.sinks, -1, held)
-        query = rotary.apply(self.query, positions - base[:, None])
-        parts = [call(query, visible, in_window, KeyRotation(frequencies, base))]
+        query = kind.rotate(self.query, rotary, positions - base[:, None])
+        parts = [call(query, in_window, KeyRotation(frequencies, base))]
         if policy.sinks:
-            query = rotary.apply(self.query, positions - policy.shift(positions))
+            query = kind.rotate(self.query, rotary, positions - policy.shift(positions))
             sinks = jnp.where(held < policy.sinks, held, -1)
             rotation = KeyRotation(frequencies, start)
-            parts.append(call(query, visible, sinks, rotation, first_slots=policy.sinks))
+            parts.append(call(query, sinks, rotation, first_slots=policy.sinks))
         return parts
 
 
@@ -263,7 +304,7 @@ def _compact(entry, positions, lengths, capacity) -> Chunk:
 
 def _append_token(spec: LayerSpec, store, table, chunk: Chunk) -> dict[str, FieldStore]:
     """Append one token a sequence: to the store, or to the tail and by groups to the store."""
-    layout, policy, g = spec.config.layout, spec.config.policy, spec.group
+    layout, policy, g = spec.config.layout, spec.policy, spec.group
     new = chunk.end > chunk.start
     done, todo = spec.encoded(chunk.start), spec.encoded(chunk.end)
     fields = {}
@@ -274,7 +315,7 @@ def _append_token(spec: LayerSpec, store, table, chunk: Chunk) -> dict[str, Fiel
             at = jnp.where(new, chunk.start % spec.tail_slots, spec.tail_slots)
             tail = (TAIL_LAYOUT.scatter(tail[0], place, None, at, token),)
             token = TAIL_LAYOUT.read(tail[0], place, None, done % spec.tail_slots, g)
-        rows = spec.config.codecs[name].encode(token)
+        rows = spec.codecs[name].encode(token)
         slot = policy.slots(done, spec.policy_slots)
         parts = []
         for buffer, place, part in zip(field.parts, spec.places(name), rows, strict=True):
@@ -293,7 +334,7 @@ def _recent(spec: LayerSpec, store, chunk: Chunk):
     if not spec.has_tail:
         return chunk.fields, chunk.start
     base = spec.encoded(chunk.start)
-    *_, T, _ = chunk.fields["k"].shape
+    T = jax.tree.leaves(chunk.fields)[0].shape[2]
     R = round_up(spec.tail_slots + T, spec.group)
     at = base[:, None] + jnp.arange(R, dtype=jnp.int32)[None]  # [B, R]
     zero = jnp.zeros_like(base)
@@ -342,7 +383,7 @@ def _overwrite(spec: LayerSpec, layout, buffer, place: Place, table, rows, base,
     _, _, n, _ = rows.shape
     unit = layout.window_unit(r)
     size, start = place.num_rows, jnp.zeros_like(done)
-    if spec.config.policy.linear:  # only the rows from `done` on are touched
+    if spec.policy.linear:  # only the rows from `done` on are touched
         size = min(size, round_up(n + unit - 1, unit))
         start = jnp.clip(done // r // unit * unit, 0, place.num_rows - size)
     old = layout.read(buffer, place, table, start, size)

@@ -1,10 +1,13 @@
-"""Read a Llama model from one GGUF file: sizes, dequantized weights and tokenizer.
+"""Read a model from one GGUF file: sizes, dequantized weights and tokenizer.
 
-GGUF stores linear weights as [out, in] and, for the Llama architecture, the rows of the query and
-key projections reordered for interleaved rotary pairs. They are put back into rotate-half order.
+The metadata are read as the config.json that they were made from, and tensors are found under
+their names in Hugging Face folders, so a family that is known there needs a line here. GGUF stores
+linear weights as [out, in] and, for the Llama architecture, the rows of the query and key
+projections reordered for interleaved rotary pairs; they are put back into half-split order.
 """
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,32 +16,30 @@ from typing import Any
 import gguf
 import numpy as np
 
-from kvjax.checkpoints.checkpoint import (
-    Checkpoint,
-    TensorNames,
+from kvjax.checkpoints.checkpoint import Checkpoint, one_line, resolve_dtype
+from kvjax.checkpoints.families import Family
+from kvjax.checkpoints.hugging_face import read_config
+from kvjax.checkpoints.raw_config import RawConfig
+from kvjax.checkpoints.tensors import (
+    Parameter,
+    Placement,
+    Shape,
+    View,
     assemble_params,
     check_tensors,
-    one_line,
-    resolve_dtype,
+    half_split,
 )
 from kvjax.checkpoints.tokenizer import Tokenizer
-from kvjax.errors import CheckpointError, KvjaxError
-from kvjax.nn.config import TransformerConfig
+from kvjax.errors import CheckpointError, ConfigError, KvjaxError
+from kvjax.nn.config import AttentionConfig, TransformerConfig
+from kvjax.nn.rotary import PairFactors
 
-_NAMES = TensorNames(
-    embedding="token_embd.weight",
-    attention_norm="blk.{i}.attn_norm.weight",
-    q="blk.{i}.attn_q.weight",
-    k="blk.{i}.attn_k.weight",
-    v="blk.{i}.attn_v.weight",
-    out="blk.{i}.attn_output.weight",
-    mlp_norm="blk.{i}.ffn_norm.weight",
-    gate="blk.{i}.ffn_gate.weight",
-    up="blk.{i}.ffn_up.weight",
-    down="blk.{i}.ffn_down.weight",
-    norm="output_norm.weight",
-    head="output.weight",
-)
+_ARCHITECTURES = {
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "qwen2": gguf.MODEL_ARCH.QWEN2,
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
+}
+_EMBEDDING, _HEAD, _FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 
 
 class _Reader(gguf.GGUFReader):
@@ -87,72 +88,67 @@ class _Metadata:
         return self.get(key)
 
 
-def load_gguf(path: str | Path, dtype: Any = "float32", *, name: str | None = None) -> Checkpoint:
-    """Read a Llama GGUF file.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Header:
+    """Everything but the weights, checked."""
+
+    config: TransformerConfig
+    parameters: list[Parameter]
+    tokenizer: Tokenizer
+    eos_ids: tuple[int, ...]
+    tensors: dict[str, gguf.ReaderTensor]
+
+
+def load_gguf(
+    path: str | Path,
+    dtype: Any = "float32",
+    *,
+    name: str | None = None,
+    context_len: int | None = None,
+    sharding: Placement = None,
+) -> Checkpoint:
+    """Read a GGUF file.
 
     Args:
       path: The file.
       dtype: Type of the parameters, "float32" or "bfloat16".
       name: Name of the model; by default that of the file.
+      context_len: Positions to make room for; see `kvjax.checkpoints.load_checkpoint`.
+      sharding: Where the parameters go; see there.
 
     Raises:
-      CheckpointError: The file is missing, damaged, or not a plain Llama model.
+      CheckpointError: The file is missing, damaged, or of an architecture that is not known.
+      ConfigError: `context_len` is none, or more than the model allows.
     """
     path = Path(path)
     dtype = resolve_dtype(dtype)
     with _damage_named(path):
-        config, tokenizer, eos_ids, tensors = _read_header(path)
-
-    N, K = config.num_heads, config.num_kv_heads
-    heads = {_NAMES.q.format(i=i): N for i in range(config.num_layers)}
-    heads |= {_NAMES.k.format(i=i): K for i in range(config.num_layers)}
+        header = _read_header(path, context_len)
 
     def read(key: str) -> np.ndarray:
         # Taken out: what has been read need not stay.
-        tensor = tensors.pop(key)
+        tensor = header.tensors.pop(key)
         if tensor.tensor_type == gguf.GGMLQuantizationType.F32:
-            weight = np.array(tensor.data)  # not a view of the file, which may change later
-        else:
-            try:
-                weight = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-            except NotImplementedError:
-                raise CheckpointError(
-                    f"{path}: tensor {key} is stored as {tensor.tensor_type.name}, "
-                    "which the gguf package cannot decode"
-                ) from None
-        return rotate_half_rows(weight, heads[key]) if key in heads else weight
+            return np.array(tensor.data)  # not a view of the file, which may change later
+        try:
+            return gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        except NotImplementedError:
+            raise CheckpointError(
+                f"{path}: tensor {key} is stored as {tensor.tensor_type.name}, "
+                "which the gguf package cannot decode"
+            ) from None
 
     return Checkpoint(
-        config=config,
-        params=assemble_params(config, _NAMES, read, dtype, path),
-        tokenizer=tokenizer,
+        config=header.config,
+        params=assemble_params(header.parameters, read, dtype, path, sharding),
+        tokenizer=header.tokenizer,
         name=name or path.stem,
         source_path=path,
-        eos_ids=eos_ids,
+        eos_ids=header.eos_ids,
     )
 
 
-def rotate_half_rows(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Reorder the rows of a q or k projection from interleaved to rotate-half pairs.
-
-    Row 2j + s of a head, the s-th member of pair j, becomes row s * H/2 + j.
-
-    Args:
-      weight: [heads * H, D].
-      heads: Number of heads.
-
-    >>> rotate_half_rows(np.arange(4.0)[:, None], heads=1)[:, 0].tolist()
-    [0.0, 2.0, 1.0, 3.0]
-    """
-    rows, D = weight.shape
-    H = rows // heads
-    return weight.reshape(heads, H // 2, 2, D).swapaxes(1, 2).reshape(rows, D)
-
-
-def _read_header(
-    path: Path,
-) -> tuple[TransformerConfig, Tokenizer, tuple[int, ...], dict[str, gguf.ReaderTensor]]:
-    """Read and check everything but the weights."""
+def _read_header(path: Path, context_len: int | None) -> _Header:
     reader = _Reader(path)
     if reader.byte_order != "I":
         raise CheckpointError(f"{path}: written for the other byte order; convert it first")
@@ -160,53 +156,127 @@ def _read_header(
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     # GGUF lists the fastest axis first.
     shapes = {key: tuple(reversed(tensor.shape.tolist())) for key, tensor in tensors.items()}
-    config = _read_config(metadata, shapes, path)
-    check_tensors(config, _NAMES, shapes, path)
+    architecture = metadata.require("general.architecture")
+    if architecture not in _ARCHITECTURES:
+        raise CheckpointError(
+            f"{path}: architecture {architecture!r} is not known; "
+            f"known: {', '.join(_ARCHITECTURES)}"
+        )
+    family, config = read_config(_raw_config(metadata, architecture, shapes, path, context_len))
+    if (factors := tensors.pop(_FACTORS, None)) is not None:
+        config = _with_factors(config, factors, path)
+        del shapes[_FACTORS]
+    parameters = list(_parameters(family, config, architecture))
+    check_tensors(parameters, shapes, path, family.model_type)
     tokenizer = _read_tokenizer(metadata, config, path)
     eos = [tokenizer.eos_id, metadata.get("tokenizer.ggml.eot_token_id")]
-    eos_ids = tuple(dict.fromkeys(id for id in eos if id is not None))
-    return config, tokenizer, eos_ids, tensors
-
-
-def _read_config(
-    metadata: _Metadata, shapes: dict[str, tuple[int, ...]], path: Path
-) -> TransformerConfig:
-    architecture = metadata.require("general.architecture")
-    if architecture != "llama":
-        raise CheckpointError(f"{path}: architecture {architecture!r} is not known; known: llama")
-    if _NAMES.embedding not in shapes:
-        raise CheckpointError(f"{path}: tensor {_NAMES.embedding} is missing")
-    _refuse_extensions(metadata, shapes, path)
-    D = metadata.require("llama.embedding_length")
-    N = metadata.require("llama.attention.head_count")
-    # Older files leave the length out; the rule of that time was D // N.
-    H = metadata.get("llama.attention.key_length", D // N)
-    for key in ("llama.attention.value_length", "llama.rope.dimension_count"):
-        if metadata.get(key, H) != H:
-            raise CheckpointError(f"{path}: {key} is {metadata.get(key)}, only {H} is supported")
-    return TransformerConfig(
-        vocab_size=shapes[_NAMES.embedding][0],
-        num_layers=metadata.require("llama.block_count"),
-        d_model=D,
-        num_heads=N,
-        num_kv_heads=metadata.get("llama.attention.head_count_kv", N),
-        head_dim=H,
-        d_ff=metadata.require("llama.feed_forward_length"),
-        rope_theta=metadata.get("llama.rope.freq_base", 10_000.0),
-        norm_eps=_shortest(metadata.require("llama.attention.layer_norm_rms_epsilon")),
-        max_len=metadata.require("llama.context_length"),
-        tie_embeddings=_NAMES.head not in shapes,
+    return _Header(
+        config=config,
+        parameters=parameters,
+        tokenizer=tokenizer,
+        eos_ids=tuple(dict.fromkeys(id for id in eos if id is not None)),
+        tensors=tensors,
     )
 
 
-def _refuse_extensions(metadata: _Metadata, shapes: dict[str, tuple[int, ...]], path: Path) -> None:
-    """Refuse what changes the computation and is not built, by name."""
-    scaling = metadata.get("llama.rope.scaling.type", "none")
-    if scaling != "none" or "rope_freqs.weight" in shapes:
-        kind = scaling if scaling != "none" else "rope_freqs.weight"
-        raise CheckpointError(f"{path}: rotary scaling ({kind}) is not supported")
-    if metadata.get("llama.expert_count", 0):
-        raise CheckpointError(f"{path}: mixture of experts (llama.expert_count) is not supported")
+def _raw_config(
+    metadata: _Metadata,
+    architecture: str,
+    shapes: dict[str, Shape],
+    path: Path,
+    context_len: int | None,
+) -> RawConfig:
+    """Return the metadata under the keys of a config.json."""
+    if _EMBEDDING not in shapes:
+        raise CheckpointError(f"{path}: tensor {_EMBEDDING} is missing")
+
+    def get(key: str, default: Any = None) -> Any:
+        return metadata.get(f"{architecture}.{key}", default)
+
+    def require(key: str) -> Any:
+        return metadata.require(f"{architecture}.{key}")
+
+    if get("expert_count", 0):
+        raise CheckpointError(
+            f"{path}: mixture of experts ({architecture}.expert_count) is not supported"
+        )
+    D, N = require("embedding_length"), require("attention.head_count")
+    # Older files leave the length out; the rule of that time was D // N.
+    H = get("attention.key_length", D // N)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if get(key, H) != H:
+            raise CheckpointError(
+                f"{path}: {architecture}.{key} is {get(key)}, only {H} is supported"
+            )
+    values = {
+        "model_type": architecture,
+        "vocab_size": shapes[_EMBEDDING][0],
+        "num_hidden_layers": require("block_count"),
+        "hidden_size": D,
+        "num_attention_heads": N,
+        "num_key_value_heads": get("attention.head_count_kv", N),
+        "head_dim": H,
+        "intermediate_size": require("feed_forward_length"),
+        "rope_theta": get("rope.freq_base", 10_000.0),
+        "rope_scaling": _rope_scaling(get, path),
+        "rms_norm_eps": _shortest(require("attention.layer_norm_rms_epsilon")),
+        "max_position_embeddings": require("context_length"),
+        "tie_word_embeddings": _HEAD not in shapes,
+        "sliding_window": None,
+    }
+    return RawConfig(values, path, context_len)
+
+
+def _rope_scaling(get: Any, path: Path) -> dict[str, Any] | None:
+    kind = get("rope.scaling.type", "none")
+    if kind == "none":
+        return None
+    if kind not in ("linear", "yarn"):
+        raise CheckpointError(
+            f"{path}: rotary scaling {kind!r} is not known; known: none, linear, yarn"
+        )
+    scaling = {"rope_type": kind, "factor": get("rope.scaling.factor")}
+    if kind == "yarn":
+        scaling["original_max_position_embeddings"] = get("rope.scaling.original_context_length")
+    return scaling
+
+
+def _with_factors(
+    config: TransformerConfig, tensor: gguf.ReaderTensor, path: Path
+) -> TransformerConfig:
+    """Divide the frequencies by the factors that converters write for Llama 3's scaling."""
+    factors = PairFactors(factors=tuple(np.array(tensor.data, np.float64).reshape(-1).tolist()))
+    layers = []
+    for layer in config.layers:
+        assert layer.rotary is not None
+        if layer.rotary.scaling is not None:
+            raise CheckpointError(f"{path}: both {_FACTORS} and another rotary scaling")
+        rotary = dataclasses.replace(layer.rotary, scaling=factors)
+        layers.append(dataclasses.replace(layer, rotary=rotary))
+    return dataclasses.replace(config, layers=tuple(layers))
+
+
+def _parameters(
+    family: Family, config: TransformerConfig, architecture: str
+) -> Iterator[Parameter]:
+    """Yield the family's parameters under the names that GGUF has for their tensors."""
+    attention = config.attention
+    assert isinstance(attention, AttentionConfig)
+    names = gguf.get_tensor_name_map(_ARCHITECTURES[architecture], config.num_layers)
+    views: dict[str, View] = {}
+    if architecture == "llama":
+        for projection, heads in (("q", attention.num_heads), ("k", attention.num_kv_heads)):
+            views[f"{projection}_proj"] = half_split(heads, 0, attention.head_dim)
+    for parameter in family.parameters(config):
+        parts = tuple(
+            dataclasses.replace(
+                part,
+                name=names.get_name(part.name, try_suffixes=(".weight", ".bias")),
+                view=views.get(part.name.split(".")[-2], part.view),
+            )
+            for part in parameter.parts
+        )
+        yield dataclasses.replace(parameter, parts=parts)
 
 
 def _read_tokenizer(metadata: _Metadata, config: TransformerConfig, path: Path) -> Tokenizer:
@@ -218,7 +288,7 @@ def _read_tokenizer(metadata: _Metadata, config: TransformerConfig, path: Path) 
     tokens = metadata.require("tokenizer.ggml.tokens")
     if len(tokens) != config.vocab_size:
         raise CheckpointError(
-            f"{path}: {len(tokens)} tokens but {config.vocab_size} rows in {_NAMES.embedding}"
+            f"{path}: {len(tokens)} tokens but {config.vocab_size} rows in {_EMBEDDING}"
         )
     return Tokenizer.from_gguf_fields(
         tokens=tokens,
@@ -245,6 +315,10 @@ def _damage_named(path: Path) -> Iterator[None]:
     except CheckpointError as error:
         if str(error).startswith(str(path)):
             raise
+        raise CheckpointError(f"{path}: {error}") from None
+    except ConfigError as error:
+        if str(error).startswith("context_len"):
+            raise  # the caller's, not the file's
         raise CheckpointError(f"{path}: {error}") from None
     except KvjaxError as error:
         raise CheckpointError(f"{path}: {error}") from None

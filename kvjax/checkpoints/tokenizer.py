@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from kvjax.errors import CheckpointError, ConfigError
 
@@ -18,13 +18,33 @@ def _byte_level() -> Any:
     return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 
 
+def _split(digits: str) -> Any:
+    """Words with what stands before them, runs of `digits`, other characters, space (tiktoken)."""
+    pattern = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + digits + r"| ?[^\s\p{L}\p{N}]+"
+        r"[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
 # GGUF names the splitting rule instead of storing it.
 _GGUF_PRE_TOKENIZERS = {
+    "llama-bpe": lambda: _split(r"\p{N}{1,3}"),
+    "qwen2": lambda: _split(r"\p{N}"),
     "gpt-2": _byte_level,
     "smollm": lambda: pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), _byte_level()]
     ),
 }
+
+# What comes with a rule: accents are joined first; a piece that is a token as it is needs no merge.
+_NORMALIZERS = {"qwen2": normalizers.NFC}
+_WHOLE_PIECES = {"llama-bpe"}
 
 
 class Tokenizer:
@@ -56,6 +76,7 @@ class Tokenizer:
                 "the checkpoint asks for a beginning-of-text token but names none"
             )
         self._tokenizer = tokenizer
+        self._chat_template = chat_template
         self._default_system = _default_system(chat_template or "")
         self.eos_id = eos_id
         self.bos_id = bos_id
@@ -74,6 +95,20 @@ class Tokenizer:
             f"Tokenizer(vocab_size={self.vocab_size}, bos_id={self.bos_id}, "
             f"eos_id={self.eos_id}, add_bos={self.add_bos})"
         )
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Everything but the vocabulary: the keyword arguments that build this tokenizer again."""
+        return {
+            "eos_id": self.eos_id,
+            "bos_id": self.bos_id,
+            "add_bos": self.add_bos,
+            "chat_template": self._chat_template,
+        }
+
+    def to_json(self) -> str:
+        """Return the content of a tokenizer.json."""
+        return self._tokenizer.to_str()
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`.
@@ -166,11 +201,17 @@ class Tokenizer:
         if any(len(pair) != 2 for pair in pairs):
             raise CheckpointError("a merge is not a pair of tokens with a space between")
         try:
-            model = models.BPE(vocab=vocabulary, merges=pairs)  # type: ignore[arg-type]
+            model = models.BPE(
+                vocab=vocabulary,
+                merges=pairs,  # type: ignore[arg-type]
+                ignore_merges=pre in _WHOLE_PIECES,
+            )
         except Exception as error:  # tokenizers raises bare Exception
             raise CheckpointError(f"the merges do not fit the vocabulary: {error}") from None
         tokenizer = tokenizers.Tokenizer(model)
         tokenizer.pre_tokenizer = _GGUF_PRE_TOKENIZERS[pre]()
+        if pre in _NORMALIZERS:
+            tokenizer.normalizer = _NORMALIZERS[pre]()
         tokenizer.decoder = decoders.ByteLevel()
         typed = list(zip(tokens, token_types, strict=True))
         tokenizer.add_special_tokens([token for token, kind in typed if kind == _CONTROL])

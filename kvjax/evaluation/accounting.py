@@ -74,12 +74,14 @@ def effective_bits(config: CacheConfig | LayerPattern, dims: CacheDims) -> float
     5.0
     """
     bits, values = 0.0, 0
-    for layer in config.for_layers(dims.num_layers):
-        for field, width in dims.fields.items():
-            values += width
+    for layer, choice in enumerate(config.for_layers(dims.num_layers)):
+        if dims.owner(layer) != layer:
+            continue
+        for field, codec in choice.codecs_of(dims.fields).items():
+            values += dims.fields[field]
             bits += sum(
                 (8 * part.width * jnp.dtype(part.dtype).itemsize - part.padding_bits)
                 / part.tokens_per_row
-                for part in layer.codecs[field].parts(width, dims.dtype)
+                for part in codec.parts(dims.fields[field], dims.dtype)
             )
     return bits / values

@@ -4,6 +4,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from kvjax.nn.config import MLPConfig, NormConfig
+
 
 def outputs_first(dtype) -> bool:
     """Whether matrices of `dtype` are stored [out, in] rather than [in, out].
@@ -19,13 +21,15 @@ def outputs_first(dtype) -> bool:
 
 
 class Linear(nn.Module):
-    """A matrix product without bias.
+    """A matrix product, with or without a bias.
 
     Attributes:
         features: width of the output.
+        bias: add a trained vector.
     """
 
     features: int
+    bias: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -35,7 +39,11 @@ class Linear(nn.Module):
         if outputs_first(x.dtype):
             shape, axes = shape[::-1], axes[::-1]
         init = nn.initializers.lecun_normal(*axes)
-        return matmul(x, self.param("kernel", init, shape, x.dtype)).astype(x.dtype)
+        out = matmul(x, self.param("kernel", init, shape, x.dtype))
+        if self.bias:
+            bias = self.param("bias", nn.initializers.zeros, (self.features,), x.dtype)
+            out = out + along_last(bias.astype(jnp.float32), out)
+        return out.astype(x.dtype)
 
 
 def matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -57,36 +65,70 @@ def matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
     return out[:count].reshape(*lead, out.shape[-1])
 
 
+def along_last(vector: jax.Array, like: jax.Array) -> jax.Array:
+    """Give a vector [W] the rank of `like` [..., W]."""
+    return jnp.expand_dims(vector, tuple(range(like.ndim - 1)))
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) * scale, computed in f32 (Zhang & Sennrich, arXiv 1910.07467).
 
     Attributes:
         epsilon: added to the mean square.
+        offset: the parameter is the scale less 1, added in f32 (Gemma).
     """
 
     epsilon: float
+    offset: bool = False
+
+    @classmethod
+    def of(cls, config: NormConfig, name: str | None = None) -> "RMSNorm":
+        """The norm that a config describes."""
+        return cls(config.epsilon, config.offset, name=name)
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalise [..., D]."""
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), x.dtype)
+        init = nn.initializers.zeros if self.offset else nn.initializers.ones
+        scale = along_last(self.param("scale", init, (x.shape[-1],), x.dtype), x)
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
-        return wide.astype(x.dtype) * jnp.expand_dims(scale, tuple(range(x.ndim - 1)))
+        if self.offset:
+            return (wide * (1 + scale.astype(jnp.float32))).astype(x.dtype)
+        return wide.astype(x.dtype) * scale
+
+
+# Constants of GPT-OSS's gate (arXiv 2508.10925).
+_SWIGLU_LIMIT, _SWIGLU_SLOPE = 7.0, 1.702
+
+
+def gated(x: jax.Array, activation: str) -> jax.Array:
+    """Gate and up side by side [..., 2F] to activation(gate) * up, [..., F]."""
+    gate, up = jnp.split(x, 2, axis=-1)
+    match activation:
+        case "silu":
+            return jax.nn.silu(gate) * up
+        case "gelu_tanh":
+            return jax.nn.gelu(gate, approximate=True) * up
+        case "clamped_swiglu":
+            gate = jnp.minimum(gate, _SWIGLU_LIMIT)
+            up = jnp.clip(up, -_SWIGLU_LIMIT, _SWIGLU_LIMIT)
+            return gate * jax.nn.sigmoid(gate * _SWIGLU_SLOPE) * (up + 1)
+    raise ValueError(f"unknown activation {activation!r}")
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), gate and up in one matrix (SwiGLU, arXiv 2002.05202).
+    """down(activation(gate(x)) * up(x)), gate and up in one matrix (arXiv 2002.05202).
 
     Attributes:
-        d_ff: F, inner width.
+        config: inner width and activation.
     """
 
-    d_ff: int
+    config: MLPConfig
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map [..., D] to [..., D]."""
-        D = x.shape[-1]
-        gate, up = jnp.split(Linear(2 * self.d_ff, name="gate_up")(x), 2, axis=-1)
-        return Linear(D, name="down")(jax.nn.silu(gate) * up)
+        config, D = self.config, x.shape[-1]
+        inner = Linear(2 * config.d_ff, config.bias, name="gate_up")(x)
+        return Linear(D, config.bias, name="down")(gated(inner, config.activation))

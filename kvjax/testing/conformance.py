@@ -1,46 +1,47 @@
 """The conformance suite: what every legal cache must do, run over the whole algebra.
 
 A new member joins by being registered: its `examples()` enter the products of `legal_configs()`.
-The checks work on one layer with random entries, against a dense float64 oracle on the *decoded*
-values, so that tolerances stay tight for lossy codecs too. A suite object compiles three step
-shapes once and shares them between its checks.
+The checks work on one layer with random entries of each kind, against a dense float64 oracle on
+the *decoded* values, so that tolerances stay tight for lossy codecs too. A suite object compiles
+three step shapes once and shares them between its checks.
 """
 
 import dataclasses
 import functools
+import itertools
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.base import PositionRule
-from kvjax.cache.cache import BAD_POSITIONS, BAD_ROLLBACK, FULL, KV, Cache
+from kvjax.cache.cache import BAD_POSITIONS, BAD_ROLLBACK, FULL, Cache
 from kvjax.cache.codecs import CODECS
 from kvjax.cache.config import CacheConfig, Codecs
 from kvjax.cache.layouts import LAYOUTS
 from kvjax.cache.legality import illegal_reasons
 from kvjax.cache.policies import POLICIES
 from kvjax.cache.saving import restore_cache, save_cache
-from kvjax.dims import CacheDims
 from kvjax.errors import ConfigError
 from kvjax.nn.rotary import Rotary
 from kvjax.testing import oracle
+from kvjax.testing.entry_cases import CASES, KVCase, LatentCase, Text
 
 TOLERANCE = 2e-5  # f32, unit-variance inputs
 CHUNK = 16  # tokens of a padded chunk: longer than some rings of the examples
 SLACK = 3
 # The suite compiles hundreds of small programs: LLVM's expensive passes would be most of its time.
 COMPILER_OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-DIMS = CacheDims(num_layers=1, num_heads=6, num_kv_heads=2, head_dim=10, value_dim=6)
 
 
-def legal_configs() -> Iterator[CacheConfig]:
+def legal_configs(entry: str = "kv") -> Iterator[CacheConfig]:
     """Every legal product of the registered members' examples, every other one with slack."""
     slack = 0
     codecs = [codec for cls in CODECS.values() for codec in cls.examples()]
-    mixed = [Codecs(k=codec, v=codecs[0]) for codec in codecs if codec.group > 1]
+    first, second = CASES[entry]().dims.fields
+    mixed = [Codecs(**{first: codec, second: codecs[0]}) for codec in codecs if codec.group > 1]
     for layout in _examples(LAYOUTS):
         for codec in [*codecs, *mixed]:
             for policy in _examples(POLICIES):
@@ -58,29 +59,22 @@ def legal_configs() -> Iterator[CacheConfig]:
                         continue
 
 
+def covering(configs: Iterable[CacheConfig]) -> list[CacheConfig]:
+    """Few of `configs` in which every two members that occur together still do."""
+    left, chosen = [], []
+    for config in configs:
+        members = (config.layout, config.codec, config.policy, config.positions)
+        left.append((config, set(itertools.combinations(members, 2))))
+    wanted = set().union(*(pairs for _, pairs in left))
+    while wanted:
+        config, pairs = max(left, key=lambda item: len(item[1] & wanted))
+        chosen.append(config)
+        wanted -= pairs
+    return chosen
+
+
 def _examples(registry) -> list:
     return [member for cls in registry.values() for member in cls.examples()]
-
-
-@dataclasses.dataclass(frozen=True)
-class Text:
-    """Random queries and entries of B sequences, [B, S, heads, width] each."""
-
-    q: np.ndarray
-    k: np.ndarray
-    v: np.ndarray
-
-    @classmethod
-    def random(cls, batch: int, length: int, dims: CacheDims, seed: int = 0) -> "Text":
-        """Unit-variance inputs."""
-        rng = np.random.default_rng(seed)
-
-        def draw(heads: int, width: int) -> np.ndarray:
-            return rng.standard_normal((batch, length, heads, width)).astype(np.float32)
-
-        widths = dims.fields
-        K = dims.num_kv_heads
-        return cls(draw(dims.num_heads, widths["k"]), draw(K, widths["k"]), draw(K, widths["v"]))
 
 
 class Conformance:
@@ -89,26 +83,43 @@ class Conformance:
     def __init__(
         self,
         config: CacheConfig,
-        dims: CacheDims = DIMS,
+        case: KVCase | LatentCase,
+        *,
         seed: int = 0,
         lengths: tuple[int, ...] = (40, 23, 9),
     ):
-        self.config, self.dims, self.lengths = config, dims, lengths
+        self.config, self.case, self.dims, self.lengths = config, case, case.dims, lengths
         self.max_len = max(self.lengths)
-        self.text = Text.random(len(self.lengths), self.max_len, dims, seed)
-        self.rotary = Rotary.default(dims.head_dim, 100.0)
+        self.text = self.random(seed)
+        self.rotary = Rotary.default(case.rotary_dim, 100.0)
         self.traces = 0
 
-        def step(cache: Cache, q, k, v, positions):
+        def step(cache: Cache, text: Text, positions):
             self.traces += 1
-            output, cache = cache.attend(0, q, KV(k, v), positions, rotary=self.rotary)
+            output, cache = cache.attend(
+                0, case.query(text), case.entry(text), positions, rotary=self.rotary
+            )
             return output, cache.advance((positions >= 0).sum(1))
 
         every = jnp.arange(self.max_len, dtype=jnp.int32)
         self._rotate = jax.jit(lambda x: self.rotary.apply(x[None], every[None])[0])
         self.step = jax.jit(step, compiler_options=COMPILER_OPTIONS)
+        self._reorder = jax.jit(Cache.reorder, compiler_options=COMPILER_OPTIONS)
+        self._fork = jax.jit(Cache.fork, compiler_options=COMPILER_OPTIONS)
 
     # Driving a cache
+
+    def random(self, seed: int, length: int | None = None) -> Text:
+        """Unit-variance queries and entries of all sequences."""
+        rng = np.random.default_rng(seed)
+        heads = dict.fromkeys(self.case.query_widths, self.dims.num_heads)
+        heads |= dict.fromkeys(self.dims.fields, self.dims.num_kv_heads)
+        widths = self.case.query_widths | self.dims.fields
+        shape = len(self.lengths), length or self.max_len
+        return {
+            name: rng.standard_normal((*shape, heads[name], width)).astype(np.float32)
+            for name, width in widths.items()
+        }
 
     def empty(self, batch: int | None = None, **changes) -> Cache:
         """A fresh cache."""
@@ -142,11 +153,11 @@ class Conformance:
                 index[b, span] = positions[b, span] = np.arange(a, a + n)
                 spans.append(span)
             rows = np.arange(len(at))[:, None]
-            q, k, v = (x[rows, index] for x in (text.q, text.k, text.v))
+            new = {name: x[rows, index] for name, x in text.items()}
             # Padding must not matter: it is NaN.
-            for x in (q, k, v):
+            for x in new.values():
                 x[positions < 0] = np.nan
-            output, cache = self.step(cache, q, k, v, positions)
+            output, cache = self.step(cache, new, positions)
             for b, span in enumerate(spans):
                 outputs[b].append(np.asarray(output)[b, span])
             padded = np.asarray(output)[positions < 0]
@@ -163,15 +174,17 @@ class Conformance:
         """What the oracle says of sequence b: [tokens, N, Hv]."""
         text = text or self.text
         n = self.lengths[b] if length is None else length
-        spec = self.empty(batch=1).spec.layers[0]
+        spec = self.empty(batch=1).spec.stores[0]
         config, policy = self.config, self.config.policy
         frequencies = np.asarray(self.rotary.inverse_frequencies)
         at = np.arange(n)
-        raw = {"k": text.k[b], "v": text.v[b]}
+        raw = {name: text[name][b] for name in self.dims.fields}
+        queries = self.case.oracle_query({name: x[b] for name, x in text.items()})
         every = jnp.arange(self.max_len, dtype=jnp.int32)
         if config.positions.rotated:
-            raw["k"] = np.asarray(self._rotate(raw["k"]))
-        coded = {name: _round_trip(config.codecs[name], x, spec.group) for name, x in raw.items()}
+            turned = spec.kind.turned
+            raw[turned] = np.asarray(self._rotate(raw[turned]))
+        coded = {name: _round_trip(spec.codecs[name], x, spec.group) for name, x in raw.items()}
         raw, coded = ({name: x[:n] for name, x in both.items()} for both in (raw, coded))
         encoded = np.asarray(spec.encoded(every + 1))
         starts = np.asarray(policy.window_start(every))
@@ -179,13 +192,13 @@ class Conformance:
         outputs = []
         for p in range(n):
             as_codes = (at < encoded[p])[:, None, None]
-            k, v = (np.where(as_codes, coded[f], raw[f]) for f in ("k", "v"))
+            k, v = self.case.heads({f: np.where(as_codes, coded[f], raw[f]) for f in raw})
             visible = (at <= p) & ((at >= starts[p]) | (at < policy.sinks))
             slot = p - shifts[p] if config.positions.slot else p
             rank = np.where(at < policy.sinks, at, at - (p - slot))
             if not config.positions.rotated:
                 k = oracle.rotate(k, rank[:, None], frequencies)
-            q = oracle.rotate(text.q[b, p], np.full(1, slot), frequencies)
+            q = oracle.rotate(queries[p], np.full(1, slot), frequencies)
             outputs.append(oracle.attend(q, k, v, visible)[0])
         return np.stack(outputs)
 
@@ -206,10 +219,8 @@ class Conformance:
         together, _ = self.feed_all(CHUNK)
         b = 1
         n = self.lengths[b]
-        mates = Text.random(len(self.lengths), self.max_len, self.dims, seed=9)
-        text = Text(
-            *(_with_row(m, t, b) for m, t in zip(_fields(mates), _fields(self.text), strict=True))
-        )
+        mates = self.random(9)
+        text = {name: _with_row(mates[name], x, b) for name, x in self.text.items()}
         ends = [3, n, self.max_len]
         among, _ = self.feed(self.empty(), text, [0] * 3, ends, CHUNK)
         _close(among[b], together[b], "with other batch mates", exact=True)
@@ -226,17 +237,15 @@ class Conformance:
 
     def check_rollback(self) -> None:
         """Forgetting tokens and going on with others equals never having seen them."""
-        limit = self.empty().spec.layers[0].max_rollback
+        limit = self.empty().spec.stores[0].max_rollback
         back = SLACK if limit is None else limit
-        other = Text.random(3, self.max_len, self.dims, seed=5)
+        other = self.random(5)
         n = [30, 17, 8]
         starts = [x - back for x in n]
-        text = Text(
-            *(
-                np.stack([_joined(a[b], c[b], starts[b]) for b in range(3)])
-                for a, c in zip(_fields(self.text), _fields(other), strict=True)
-            )
-        )
+        text = {
+            name: np.stack([_joined(x[b], other[name][b], starts[b]) for b in range(3)])
+            for name, x in self.text.items()
+        }
         for width in (CHUNK, 1):
             # The last chunk holds one token: what is forgotten lies partly before it.
             _, cache = self.feed(self.empty(), self.text, [0] * 3, [x - 1 for x in n], width)
@@ -257,15 +266,15 @@ class Conformance:
         index = [2, 0, 0]
         _, cache = self.feed(self.empty(), self.text, [0] * 3, [20, 13, 9], CHUNK)
         before = [np.array(x) for x in jax.tree.leaves(cache)]
-        text = Text(*(x[index] for x in _fields(self.text)))
+        text = {name: x[index] for name, x in self.text.items()}
         starts = [9, 20, 20]
         ends = [x + 5 for x in starts]
-        for moved in (cache.reorder(jnp.array(index)), cache.fork(index)):
+        for moved in (self._reorder(cache, jnp.array(index)), self._fork(cache, jnp.array(index))):
             got, _ = self.feed(moved, text, starts, ends, 1)
             for b in range(3):
                 want = self.expected(b, text, ends[b])[starts[b] :]
                 _close(got[b], want, f"sequence {b} copied from {index[b]}")
-        wide = cache.fork([1, 1, 0, 2, 0])
+        wide = self._fork(cache, jnp.array([1, 1, 0, 2, 0]))
         assert wide.lengths.tolist() == [13, 13, 20, 9, 20]
         for old, new in zip(before, jax.tree.leaves(cache), strict=True):
             np.testing.assert_array_equal(old, new)
@@ -274,24 +283,23 @@ class Conformance:
         """A full sequence is flagged, keeps its content, and does not disturb the others."""
         full = [self.max_len, 12, 0]
         _, cache = self.feed(self.empty(), self.text, [0] * 3, full, CHUNK)
-        before = jax.device_get(cache.reorder(jnp.array([0, 0, 0])))
-        text = Text.random(3, 4, self.dims, seed=3)
-        positions = cache.lengths[:, None]
-        _, cache = self.step(cache, text.q[:, :1], text.k[:, :1], text.v[:, :1], positions)
+        before = jax.device_get(self._reorder(cache, jnp.array([0, 0, 0])))
+        one = {name: x[:, :1] for name, x in self.random(3, length=4).items()}
+        _, cache = self.step(cache, one, cache.lengths[:, None])
         if self.config.policy.capacity(self.max_len) is None:
             assert (cache.status == 0).all()
             return
         assert cache.status.tolist() == [FULL, 0, 0]
         assert cache.lengths.tolist() == [self.max_len, 13, 1]
-        after = jax.device_get(cache.reorder(jnp.array([0, 0, 0])))
+        after = jax.device_get(self._reorder(cache, jnp.array([0, 0, 0])))
         for x, y in zip(jax.tree.leaves(before.stores), jax.tree.leaves(after.stores), strict=True):
             np.testing.assert_array_equal(x, y)
 
     def check_bad_positions(self) -> None:
         """Positions that do not continue a sequence are flagged."""
-        text = self.text
+        one = {name: x[:, :1] for name, x in self.text.items()}
         positions = jnp.array([[0], [1], [-1]], jnp.int32)
-        _, cache = self.step(self.empty(), text.q[:, :1], text.k[:, :1], text.v[:, :1], positions)
+        _, cache = self.step(self.empty(), one, positions)
         assert cache.status.tolist() == [0, BAD_POSITIONS, 0]
 
     def check_structure(self) -> None:
@@ -333,7 +341,7 @@ class Conformance:
         if not self.config.policy.linear:
             return
         _, cache = self.feed(self.empty(), self.text, [0] * 3, [32, 16, 8], CHUNK)
-        spec = cache.spec.layers[0]
+        spec = cache.spec.stores[0]
         done = int(spec.encoded(cache.lengths)[0])
         before = self._codes(cache, done)
         _, cache = self.feed(cache, self.text, [32, 16, 8], [40, 23, 9], 1)
@@ -343,7 +351,7 @@ class Conformance:
     # Helpers
 
     def _codes(self, cache: Cache, length: int) -> list[np.ndarray]:
-        spec = cache.spec.layers[0]
+        spec = cache.spec.stores[0]
         table = cache.tables[spec.table][0] if cache.tables[spec.table] else None
         start = jnp.zeros(spec.batch, jnp.int32)
         rows = []
@@ -367,14 +375,10 @@ CHECKS = tuple(name for name in vars(Conformance) if name.startswith("check_"))
 
 
 @functools.cache
-def suite(config: CacheConfig) -> Conformance:
+def suite(config: CacheConfig, entry: str = "kv") -> Conformance:
     """The suite of a config, shared so that its steps compile once."""
     assert not illegal_reasons(config)
-    return Conformance(config)
-
-
-def _fields(text: Text) -> tuple[np.ndarray, ...]:
-    return text.q, text.k, text.v
+    return Conformance(config, CASES[entry]())
 
 
 def _with_row(mates: np.ndarray, text: np.ndarray, b: int) -> np.ndarray:

@@ -1,5 +1,7 @@
 """Tiny random models: real architecture, no download, seconds to compile."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -29,15 +31,21 @@ class ByteTokenizer:
 
 
 def tiny_lm(
-    *, seed: int = 0, dtype: str = "float32", scale: float = 3.0, **sizes: int | bool
+    config: TransformerConfig | None = None,
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    scale: float = 3.0,
+    **sizes: Any,
 ) -> LanguageModel:
-    """Build a random model: by default 2 layers, D 64, N 4, K 2, H 16, V 97.
+    """Build a random model: by default a Llama of 2 layers, D 64, N 4, K 2, H 16, V 97.
 
     Args:
+        config: another model than a Llama.
         seed: of the weights.
         dtype: of weights and activations.
-        scale: factor on the initial weights, so that attention is far from uniform.
-        **sizes: fields of `TransformerConfig` to change.
+        scale: factor on the initial matrices, so that attention is far from uniform.
+        **sizes: arguments of `TransformerConfig.llama` to change.
     """
     fields = {
         "vocab_size": 97,
@@ -50,11 +58,11 @@ def tiny_lm(
         "max_len": 4096,
         "tie_embeddings": True,
     }
-    config = TransformerConfig(**{**fields, **sizes})  # type: ignore[arg-type]
+    config = config or TransformerConfig.llama(**{**fields, **sizes})
     model = Transformer(config, dtype=dtype)
     tokens = jnp.zeros((1, 1), jnp.int32)
     params = jax.jit(model.init)(jax.random.key(seed), tokens, tokens)
-    params = jax.tree.map(lambda x: x * jnp.asarray(scale, x.dtype) if x.ndim == 2 else x, params)
+    params = jax.tree.map(lambda x: x * jnp.asarray(scale, x.dtype) if x.ndim > 1 else x, params)
     tokenizer = ByteTokenizer(config.vocab_size)
     return LanguageModel(
         model=model,

@@ -41,7 +41,8 @@ class Visibility:
         return visible(key_positions, first, start, self.last.max(1)[:, None], self.sinks)
 
 
-def causal(positions: jax.Array) -> Visibility:
-    """Every query at `positions` i32[B, T] sees itself and all before it."""
+def causal(positions: jax.Array, window: int | None = None) -> Visibility:
+    """Every query at `positions` i32[B, T] sees itself and all before it, or a window of them."""
     zero = jnp.zeros_like(positions)
-    return Visibility(first=zero, window_start=zero, last=positions)
+    start = zero if window is None else positions - (window - 1)
+    return Visibility(first=zero, window_start=start, last=positions)

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import Contiguous, Paged
-from kvjax.cache.cache import KV, Cache
+from kvjax.cache.cache import Cache
+from kvjax.cache.entries import KV
 from kvjax.dims import CacheDims
 from kvjax.nn.rotary import Rotary
 from kvjax.testing import oracle
@@ -164,7 +165,7 @@ def assert_close(got, want, what: str = "") -> None:
 
 def read(cache: Cache, field: str, part: int = 0) -> np.ndarray:
     """Rows [B, K, rows, W] of one part of a field, wherever the layout put them."""
-    spec = cache.spec.layers[0]
+    spec = cache.spec.stores[0]
     place = spec.places(field)[part]
     table = cache.tables[spec.table][0] if cache.tables[spec.table] else None
     buffer, start = cache.stores[0][field].parts[part], jnp.zeros(spec.batch, jnp.int32)

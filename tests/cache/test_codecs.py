@@ -228,7 +228,7 @@ class TestTail:
     """What is in full precision, and for how long: `slack` newest tokens and the open group."""
 
     def test_codes_of_single_tokens_need_none(self):
-        spec = CacheConfig(codec=Int(bits=8)).init(dims(), 1, 170).spec.layers[0]
+        spec = CacheConfig(codec=Int(bits=8)).init(dims(), 1, 170).spec.stores[0]
         assert (spec.group, spec.has_tail, spec.tail_slots) == (1, False, 0)
 
     @pytest.mark.parametrize(("slack", "group"), [(0, 4), (1, 1), (32, 4), (100, 1), (101, 4)])
@@ -238,7 +238,7 @@ class TestTail:
         config = CacheConfig(codec=Int(bits=8, axis=axis, group_size=4), slack=slack)
         text = Text.random(1, 170)
         _, cache = feed_in_chunks(config.init(dims(), 1, 170), text, 100, 100)
-        spec = cache.spec.layers[0]
+        spec = cache.spec.stores[0]
         assert spec.group == group
         steps = (100, 101, 102, 103, 104, 131, 132, 169)
         for n in range(100, 170):
@@ -258,7 +258,7 @@ class TestTail:
         """Slack 16, groups of 8, 500 steps: never more than 16 + 8 - 1 tokens (B70)."""
         config = CacheConfig(codec=Int(bits=8, axis="channel", group_size=8), slack=16)
         cache = config.init(dims(), 1, 512)
-        spec, before = cache.spec.layers[0], cache.nbytes()
+        spec, before = cache.spec.stores[0], cache.nbytes()
         assert spec.tail_slots <= 16 + 8 + 16  # what may be forgotten and come again
         text = Text.random(1, 500)
         longest = 0
@@ -275,7 +275,7 @@ class TestTail:
 def tail_of(cache, field: str) -> np.ndarray:
     """The full-precision ring of a field of a batch of one, [K, slots, W]."""
     ring = np.asarray(cache.stores[0][field].tail[0])
-    return ring.reshape(K, cache.spec.layers[0].tail_slots, -1)
+    return ring.reshape(K, cache.spec.stores[0].tail_slots, -1)
 
 
 @pytest.mark.parametrize(

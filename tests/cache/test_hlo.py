@@ -4,7 +4,6 @@ One model has a layer for each config, so that one compilation covers them all: 
 buffer by buffer. The shapes are large enough not to occur anywhere else in the program.
 """
 
-import dataclasses
 import re
 
 import jax
@@ -61,7 +60,7 @@ def configs(window: int) -> list[CacheConfig]:
 def buffers(cache: Cache) -> dict[str, list[str]]:
     """Dimensions of every buffer, as HLO writes them, and what has such a one."""
     found: dict[str, list[str]] = {}
-    for spec, store in zip(cache.spec.layers, cache.stores, strict=True):
+    for spec, store in zip(cache.spec.stores, cache.stores, strict=True):
         for name, field in store.items():
             tails = [("tail", array) for array in field.tail]
             for part, array in [*enumerate(field.parts), *tails]:
@@ -81,20 +80,11 @@ def copies(hlo: str, shapes: dict[str, list[str]]) -> list[str]:
 
 def model(dtype: str, layers: int) -> tuple[Transformer, dict, CacheDims]:
     """A model, the shapes of its parameters, and what a cache must know of it."""
-    config = dataclasses.replace(
-        tiny(num_layers=1).config, num_layers=layers, d_model=32, d_ff=48, head_dim=64
-    )
+    config = tiny(num_layers=layers, d_model=32, d_ff=48, head_dim=64).config
     transformer = Transformer(config, dtype=dtype)
     token = jnp.zeros((1, 1), jnp.int32)
     params = jax.eval_shape(transformer.init, jax.random.key(0), token, token)
-    sizes = CacheDims(
-        num_layers=layers,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=64,
-        dtype=dtype,
-    )
-    return transformer, params, sizes
+    return transformer, params, config.cache_dims(dtype)
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ class TestEviction:
         """Whatever the text's length, a token sees at least itself (B16)."""
         policy = SinkWindow(sinks=sinks, window=window) if sinks else Window(window=window)
         for max_len in range(1, 9):
-            spec = CacheConfig(policy=policy).init(dims(), 1, max_len).spec.layers[0]
+            spec = CacheConfig(policy=policy).init(dims(), 1, max_len).spec.stores[0]
             for n in range(1, max_len + 1):
                 held = set(spec.slot_positions(jnp.array([n], jnp.int32))[0].tolist())
                 assert set(kept(policy, n - 1)) <= held, (max_len, n)
@@ -117,7 +117,7 @@ class TestEviction:
         text = Text.random(1, 48)
         empty = config.init(dims(), 1, max_len=64)
         runs = [feed_in_chunks(empty, text, 48, width) for width in (48, 7, 1)]
-        held = runs[0][1].spec.layers[0].slot_positions(jnp.array([48], jnp.int32))
+        held = runs[0][1].spec.stores[0].slot_positions(jnp.array([48], jnp.int32))
         assert sorted(held[0].tolist()) == [*range(4), *range(36, 48)]
         for outputs, cache in runs:
             assert_close(outputs[:, -1], runs[0][0][:, -1])

@@ -78,7 +78,7 @@ def test_chunks_longer_than_the_window_lose_nothing(layout, batch: int, width: i
     config = CacheConfig(layout=layout, policy=Window(window=4), slack=4)
     text = Text.random(batch, 24)
     cache = config.init(dims(), batch=batch, max_len=64)
-    assert cache.spec.layers[0].policy_slots == 8
+    assert cache.spec.stores[0].policy_slots == 8
     outputs, _ = feed_in_chunks(cache, text, 24, width)
     for b in range(batch):
         for p in range(24):

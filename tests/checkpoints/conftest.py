@@ -39,6 +39,8 @@ GGUF_NAMES = {
     "model.layers.": "blk.",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
@@ -98,25 +100,35 @@ def write_gguf(
     weights: Weights,
     *,
     architecture: str = "llama",
+    config: dict[str, Any] | None = None,
     tokens: list[str] | None = None,
     pre: str = "smollm",
     quantize: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    quantizer: Callable[..., np.ndarray] = gguf.quants.quantize,
     extra: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
 ) -> Path:
-    """Write a GGUF file as llama.cpp's converter does, q and k rows interleaved."""
+    """Write a GGUF file as llama.cpp's converter does, Llama's q and k rows interleaved."""
+    sizes = CONFIG | (config or {})
+    heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_block_count(L)
-    writer.add_context_length(256)
-    writer.add_embedding_length(D)
-    writer.add_feed_forward_length(F)
-    writer.add_head_count(N)
-    writer.add_head_count_kv(K)
-    writer.add_rope_freq_base(10_000.0)
-    writer.add_rope_dimension_count(H)
-    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_block_count(sizes["num_hidden_layers"])
+    writer.add_context_length(sizes["max_position_embeddings"])
+    writer.add_embedding_length(sizes["hidden_size"])
+    writer.add_feed_forward_length(sizes["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_rope_freq_base(sizes["rope_theta"])
+    writer.add_rope_dimension_count(
+        sizes.get("head_dim", sizes["hidden_size"] // sizes["num_attention_heads"])
+    )
+    if "head_dim" in sizes:
+        writer.add_key_length(sizes["head_dim"])
+        writer.add_value_length(sizes["head_dim"])
+    writer.add_layer_norm_rms_eps(sizes["rms_norm_eps"])
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
-    tokens = tokens or ["<start>", "ab", "<end>", *(chr(33 + i) for i in range(V - 3))]
+    vocab_size = sizes["vocab_size"]
+    tokens = tokens or ["<start>", "ab", "<end>", *(chr(33 + i) for i in range(vocab_size - 3))]
     writer.add_token_list(tokens)
     writer.add_token_types([3, 1, 3] + [1] * (len(tokens) - 3))
     writer.add_token_merges(["a b"])
@@ -125,15 +137,17 @@ def write_gguf(
     writer.add_add_bos_token(True)
     extra(writer)
     for name, weight in weights.items():
-        heads = N if "q_proj" in name else K if "k_proj" in name else 0
-        if heads:
+        turned = heads if "q_proj" in name else kv_heads if "k_proj" in name else 0
+        if turned and architecture == "llama":
             rows, width = weight.shape
-            pairs = weight.reshape(heads, 2, rows // heads // 2, width)
+            pairs = weight.reshape(turned, 2, rows // turned // 2, width)
             weight = pairs.swapaxes(1, 2).reshape(rows, width)
         for theirs, ours in GGUF_NAMES.items():
             name = name.replace(theirs, ours)
-        kind = quantize if weight.ndim == 2 else gguf.GGMLQuantizationType.F32
-        data = gguf.quants.quantize(np.ascontiguousarray(weight), kind)
+        block, _ = gguf.GGML_QUANT_SIZES[quantize]
+        narrow = weight.ndim == 2 and weight.shape[1] % block == 0
+        kind = quantize if narrow else gguf.GGMLQuantizationType.F32
+        data = (quantizer if narrow else gguf.quants.quantize)(np.ascontiguousarray(weight), kind)
         writer.add_tensor(name, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

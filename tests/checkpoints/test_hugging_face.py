@@ -10,7 +10,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from kvjax.checkpoints import load_checkpoint
-from kvjax.checkpoints.hugging_face import parse_config
+from kvjax.checkpoints.hugging_face import read_config
+from kvjax.checkpoints.raw_config import RawConfig
 from kvjax.errors import CheckpointError
 
 TOP, PARAMETERS, SCALING = "rope_theta", "rope_parameters", "rope_scaling"
@@ -96,34 +97,34 @@ def test_stored_types_are_converted(
 def test_rope_theta_is_found_wherever_it_is(
     make_weights: Callable, folder: Callable, config: dict, theta: float
 ) -> None:
-    assert load_checkpoint(folder(make_weights(), **config)).config.rope_theta == theta
+    rotary = load_checkpoint(folder(make_weights(), **config)).config.layers[0].rotary
+    assert rotary is not None and rotary.theta == theta
 
 
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({SCALING: {"type": "linear", "factor": 2.0}}, ["type 'linear'", "known: default"]),
-        ({SCALING: {"rope_type": "llama3", "factor": 8.0}}, ["rope_type 'llama3'"]),
-        ({SCALING: {"rope_type": "default", "type": "yarn"}}, ["type 'yarn'"]),
-        ({PARAMETERS: {"rope_type": "dynamic", "rope_theta": 1e4}}, ["rope_type 'dynamic'"]),
+        ({SCALING: {"type": "mrope"}}, ["rotary type 'mrope'", "known: default, linear"]),
+        ({SCALING: {"rope_type": "llama3", "factor": 8.0}}, ["low_freq_factor", "missing"]),
+        ({SCALING: {"rope_type": "default", "type": "yarn"}}, ["two different rope_type"]),
+        ({PARAMETERS: {"rope_type": "dynamic", "rope_theta": 1e4}}, ["factor is missing"]),
         ({PARAMETERS: {"rope_type": "default", "factor": 2.0}}, ["factor"]),
         ({PARAMETERS: {"full_attention": {"rope_theta": 1e6}}}, ["full_attention"]),
-        ({SCALING: 2.0}, ["rope_scaling", "2.0"]),
+        ({SCALING: 2.0}, ["rope_scaling=2.0", "an object"]),
         ({TOP: 1e4, PARAMETERS: {"rope_theta": 5e5}}, ["two different rope_theta", "500000"]),
         ({TOP: -1.0}, ["rope_theta=-1.0"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
-        ({"model_type": "qwen2"}, ["model_type 'qwen2'", "known: llama"]),
+        ({"model_type": "gpt2"}, ["model_type 'gpt2'", "known: llama, mistral"]),
         ({"model_type": ...}, ["model_type None", "known: llama"]),
-        ({"attention_bias": True}, ["attention_bias"]),
-        ({"mlp_bias": True}, ["mlp_bias"]),
+        ({"attention_bias": 1}, ["attention_bias=1", "true or false"]),
         ({"hidden_act": "gelu"}, ["hidden_act 'gelu'", "known: silu"]),
         ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config"]),
         ({"hidden_size": ...}, ["hidden_size", "missing"]),
         ({"num_attention_heads": 0}, ["config.json"]),
         ({"num_attention_heads": 3}, ["num_heads=3", "num_kv_heads=2"]),
-        ({"num_hidden_layers": "2"}, ["num_layers='2'"]),
+        ({"num_hidden_layers": "2"}, ["num_hidden_layers='2'"]),
         ({"hidden_size": "64"}, ["config.json"]),
-        ({"head_dim": 15}, ["head_dim=15"]),
+        ({"head_dim": 15}, ["dims=15", "even"]),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
 )
@@ -139,7 +140,7 @@ def test_head_dim_is_read_and_derived_only_when_absent(
 ) -> None:
     weights = make_weights(head_dim=expected, d_model=40)
     checkpoint = load_checkpoint(folder(weights, hidden_size=40, head_dim=head_dim))
-    assert checkpoint.config.head_dim == expected
+    assert checkpoint.config.attention.head_dim == expected
     qkv = checkpoint.params["params"]["layers_0"]["attention"]["qkv"]["kernel"]
     assert qkv.shape == (40, (4 + 2 * 2) * expected)
 
@@ -153,9 +154,11 @@ def test_absent_keys_take_the_family_defaults() -> None:
         "num_hidden_layers": 1,
         "num_attention_heads": 4,
     }
-    config = parse_config(sizes, Path("config.json"))
-    assert (config.num_kv_heads, config.head_dim, config.rope_theta) == (4, 16, 10_000.0)
-    assert (config.norm_eps, config.max_len, config.tie_embeddings) == (1e-6, 2048, False)
+    _, config = read_config(RawConfig(sizes, Path("config.json")))
+    rotary = config.layers[0].rotary
+    assert rotary is not None and rotary.theta == 10_000.0
+    assert (config.attention.num_kv_heads, config.attention.head_dim) == (4, 16)
+    assert (config.norm.epsilon, config.max_len, config.tie_embeddings) == (1e-6, 2048, False)
 
 
 def test_tied_models(make_weights: Callable, folder: Callable) -> None:

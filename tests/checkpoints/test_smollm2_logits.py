@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvjax.checkpoints import Checkpoint
-from kvjax.nn.config import TransformerConfig
+from kvjax.nn.config import AttentionConfig, TransformerConfig
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "smollm2_logits.npz"
 STRIDE = 192
@@ -20,18 +20,21 @@ def numpy_llama(
     params: dict[str, Any], config: TransformerConfig, rows: list[np.ndarray]
 ) -> list[np.ndarray]:
     """Return float64 logits [T, V] of each row of ids [T]."""
-    N, K, H, F = config.num_heads, config.num_kv_heads, config.head_dim, config.d_ff
+    heads, (layer, *_) = config.attention, config.layers
+    assert isinstance(heads, AttentionConfig) and layer.rotary is not None
+    N, K, H, F = heads.num_heads, heads.num_kv_heads, heads.head_dim, layer.mlp.d_ff
+    theta = layer.rotary.theta
     params = params["params"]
 
     def norm(x: np.ndarray, scale: Any) -> np.ndarray:
         mean = np.square(x).mean(-1, keepdims=True)
-        return x / np.sqrt(mean + config.norm_eps) * np.asarray(scale["scale"], np.float64)
+        return x / np.sqrt(mean + config.norm.epsilon) * np.asarray(scale["scale"], np.float64)
 
     def linear(x: np.ndarray, layer: Any) -> np.ndarray:
         return x @ np.asarray(layer["kernel"], np.float64)
 
     def rotate(x: np.ndarray) -> np.ndarray:  # [T, heads, H]
-        inverse = config.rope_theta ** (-np.arange(0, H, 2) / H)
+        inverse = theta ** (-np.arange(0, H, 2) / H)
         angle = (np.arange(len(x))[:, None] * inverse)[:, None, :]
         a, b = x[..., : H // 2], x[..., H // 2 :]
         cos, sin = np.cos(angle), np.sin(angle)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers, processors
 
 from kvjax.checkpoints import Checkpoint, Tokenizer
+from kvjax.checkpoints.tokenizer import _GGUF_PRE_TOKENIZERS
 from kvjax.errors import CheckpointError, ConfigError
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -41,7 +42,7 @@ def test_bos_is_put_in_front_exactly_once() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"pre": "llama-bpe"}, "llama-bpe.*known: gpt-2, smollm"),
+        ({"pre": "tekken"}, "tekken.*known: llama-bpe, qwen2, gpt-2, smollm"),
         ({"token_types": [3]}, "8 tokens but 1 token types"),
         ({"tokens": ["a"] * 8}, "7 tokens appear twice"),
         ({"merges": ["x y"]}, "merges do not fit"),
@@ -54,6 +55,31 @@ def test_bos_is_put_in_front_exactly_once() -> None:
 def test_contradicting_fields_are_refused(change: dict, words: str) -> None:
     with pytest.raises(CheckpointError, match=words):
         Tokenizer.from_gguf_fields(**FIELDS | change)
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("llama-bpe", ["It", "'s", " ", "123", "456", "7", " cafés", "!\n", " ", " a", "\n\n"]),
+        ("qwen2", ["It", "'s", " ", *"1234567", " cafés", "!\n", " ", " a", "\n\n"]),
+        ("smollm", ["It", "'s", "Ġ", *"1234567", " cafés", "!", "\n ", " a", "\n\n"]),
+    ],
+)
+def test_rules_split_text(pre: str, pieces: list[str]) -> None:
+    text = "It's 1234567 cafés!\n  a\n\n"
+    split = _GGUF_PRE_TOKENIZERS[pre]().pre_tokenize_str(text)
+    assert [text[start:end] for _, (start, end) in split] == [
+        piece.replace("Ġ", " ") for piece in pieces
+    ]
+
+
+def test_what_comes_with_a_rule() -> None:
+    """Llama 3 takes a piece that is a token without its merges; Qwen joins accents."""
+    whole = FIELDS | {"merges": []}
+    assert Tokenizer.from_gguf_fields(**whole | {"pre": "llama-bpe"}).encode("ab") == [4]
+    assert Tokenizer.from_gguf_fields(**whole).encode("ab") == [2, 3]
+    accent = FIELDS | {"tokens": [*FIELDS["tokens"][:6], "Ã", "©"]}
+    assert Tokenizer.from_gguf_fields(**accent | {"pre": "qwen2"}).encode("é") == [6, 7]
 
 
 def test_ids_outside_of_the_vocabulary_are_refused() -> None:

@@ -19,7 +19,7 @@ SIZES: dict[str, Any] = {
 
 
 def test_parameter_count_of_a_known_model() -> None:
-    tied = TransformerConfig(**SIZES, tie_embeddings=True)
+    tied = TransformerConfig.llama(**SIZES, tie_embeddings=True)
     assert tied.parameter_count == 134_515_008
     untied = dataclasses.replace(tied, tie_embeddings=False)
     assert untied.parameter_count - tied.parameter_count == 49_152 * 576
@@ -34,8 +34,8 @@ def test_parameter_count_of_a_known_model() -> None:
         ({"d_ff": True}, "d_ff=True"),
         ({"max_len": "8k"}, "max_len='8k'"),
         ({"num_kv_heads": 2}, "num_heads=9.*num_kv_heads=2"),
-        ({"head_dim": 63}, "head_dim=63"),
-        ({"rope_theta": 0.0}, r"rope_theta=0\.0"),
+        ({"head_dim": 63}, "dims=63.*head_dim"),
+        ({"rope_theta": 0.0}, r"theta=0\.0"),
         ({"norm_eps": float("nan")}, "norm_eps=nan"),
         ({"tie_embeddings": None}, "tie_embeddings=None"),
     ],
@@ -43,4 +43,4 @@ def test_parameter_count_of_a_known_model() -> None:
 )
 def test_impossible_sizes_are_refused(change: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        TransformerConfig(**SIZES | change)
+        TransformerConfig.llama(**SIZES | change)

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from kvjax.cache.policies.window import Window
 from kvjax.dims import round_up
 
 
@@ -18,6 +19,9 @@ class KeepAll:
 
     sinks = 0
     linear = True
+
+    def within(self, window: int) -> Window:
+        return Window(window=window)
 
     def num_slots(self, max_len: int, slack: int, group: int) -> int:
         return round_up(max_len, group)

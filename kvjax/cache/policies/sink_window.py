@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache.base import check_at_least
-from kvjax.cache.policies.window import ring_positions
+from kvjax.cache.policies.window import Window, ring_positions
 from kvjax.dims import round_up
 
 
@@ -32,6 +32,9 @@ class SinkWindow:
 
     def __post_init__(self) -> None:
         check_at_least(self, sinks=1, window=1)
+
+    def within(self, window: int) -> "SinkWindow | Window":
+        return Window(window=window) if window <= self.window else self
 
     def num_slots(self, max_len: int, slack: int, group: int) -> int:
         wraps = self.capacity(max_len) is None

@@ -28,6 +28,9 @@ class Window:
     def __post_init__(self) -> None:
         check_at_least(self, window=1)
 
+    def within(self, window: int) -> "Window":
+        return Window(window=min(window, self.window))
+
     def num_slots(self, max_len: int, slack: int, group: int) -> int:
         # A window longer than the text never wraps: it needs no more slots than tokens.
         wraps = self.capacity(max_len) is None

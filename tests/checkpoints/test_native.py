@@ -1,0 +1,104 @@
+"""kvjax's own checkpoints: bit-exact, dtypes kept, and clear errors."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.checkpoints.configs_as_json import from_json, to_json
+from kvjax.checkpoints.native import FACTS
+from kvjax.errors import CheckpointError, ConfigError
+from kvjax.language_model import LanguageModel
+from kvjax.testing.tiny import tiny_lm
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "models"
+
+
+@pytest.fixture(scope="module")
+def small() -> LanguageModel:
+    return kvjax.LanguageModel(
+        **{**vars(tiny_lm(dtype="bfloat16", num_layers=1)), "tokenizer": None, "name": "small"}
+    )
+
+
+@pytest.fixture
+def saved(small, tmp_path) -> Path:
+    small.save(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_bits_dtypes_config_and_name_come_back(small, saved):
+    again = kvjax.load(saved)
+    assert (again.config, again.name, again.eos_ids) == (small.config, small.name, small.eos_ids)
+    assert again.fingerprint == small.fingerprint
+    for x, y in zip(jax.tree.leaves(small.params), jax.tree.leaves(again.params), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in FIXTURES.iterdir()))
+def test_the_config_of_every_family_survives_json(name):
+    config = kvjax.load(FIXTURES / name).config
+    assert from_json(json.loads(json.dumps(to_json(config)))) == config
+
+
+@pytest.mark.real_model
+def test_the_tokenizer_comes_back(smollm2, tmp_path):
+    lm = tiny_lm(vocab_size=smollm2.config.vocab_size, num_layers=1, d_model=4)
+    whole = LanguageModel(**{**vars(lm), "tokenizer": smollm2.tokenizer})
+    whole.save(tmp_path / "model")
+    again = kvjax.load(tmp_path / "model").tokenizer
+    text = "In 2026, <|im_end|> naïve\n\ttokens"
+    assert again is not None
+    assert again.encode(text) == smollm2.tokenizer.encode(text)
+    assert again.chat("Who?") == smollm2.tokenizer.chat("Who?")
+
+
+def test_what_differs_is_named(small, saved, tmp_path):
+    with pytest.raises(CheckpointError, match=r"saved in bfloat16, asked for was float32"):
+        kvjax.load(saved, dtype="float32")
+    with pytest.raises(ConfigError, match="context_len"):
+        kvjax.load(saved, context_len=64)
+    with pytest.raises(CheckpointError, match="exists"):
+        small.save(saved)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda facts: facts["config"].update(d_model=32),
+            r"embed/embedding.*\[97, 64\].*\[97, 32",
+        ),
+        (lambda facts: facts["arrays"].pop("params/norm/scale"), "params/norm/scale is missing"),
+        (lambda facts: facts["config"].update(colour=1), "colour"),
+        (lambda facts: facts["config"]["norm"].update({"class": "LayerNorm"}), "'LayerNorm'"),
+        (lambda facts: facts.update(format=99), "format 99"),
+        (lambda facts: facts.pop("config"), "damaged"),
+    ],
+    ids=["shape", "missing", "field", "class", "format", "damaged"],
+)
+def test_a_damaged_folder_is_refused(saved, change, words):
+    facts = json.loads((saved / FACTS).read_text())
+    change(facts)
+    (saved / FACTS).write_text(json.dumps(facts))
+    with pytest.raises(CheckpointError, match=words):
+        kvjax.load(saved)
+
+
+def test_an_interrupted_save_is_refused(saved):
+    (saved / FACTS).unlink()
+    with pytest.raises(CheckpointError, match="no complete saved model"):
+        kvjax.load(saved)
+
+
+def test_cut_arrays_are_refused(saved):
+    largest = max(
+        (saved / "params").rglob("*"), key=lambda p: p.stat().st_size if p.is_file() else 0
+    )
+    largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        kvjax.load(saved)
