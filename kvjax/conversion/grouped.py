@@ -1,0 +1,58 @@
+"""Fewer KV heads by mean pooling (Ainslie et al., arXiv 2305.13245)."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.conversion.report import ConversionReport, LayerError, values_per_token
+from kvjax.conversion.weights import (
+    kernel,
+    plain_attention,
+    projections,
+    relative_error,
+    replace_attention,
+)
+from kvjax.errors import ConfigError
+from kvjax.language_model import LanguageModel
+
+
+def to_grouped(lm: LanguageModel, num_kv_heads: int) -> tuple[LanguageModel, ConversionReport]:
+    """Average neighbouring KV heads, down to `num_kv_heads` (1 is MQA).
+
+    A starting point for training, as in the paper: without it the loss is large.
+
+    Returns:
+        the model, and the error of its keys' and values' matrices by layer.
+
+    Raises:
+        ConfigError: `num_kv_heads` does not divide the model's, or its attention has a form that
+            cannot be averaged.
+    """
+    attention = plain_attention(lm.config, "mean pooling")
+    K = attention.num_kv_heads
+    if type(num_kv_heads) is not int or num_kv_heads < 1 or K % num_kv_heads:
+        raise ConfigError(f"num_kv_heads={num_kv_heads!r} does not divide the model's {K} KV heads")
+    config = dataclasses.replace(
+        lm.config, attention=dataclasses.replace(attention, num_kv_heads=num_kv_heads)
+    )
+    layers, errors = [], []
+    for i in range(config.num_layers):
+        q, k, v = projections(lm, i)
+        pooled = [x.reshape(num_kv_heads, -1, *x.shape[1:]).mean(1) for x in (k, v)]
+        back = [np.repeat(x, K // num_kv_heads, axis=0) for x in pooled]
+        errors.append(
+            LayerError(keys=relative_error(back[0], k), values=relative_error(back[1], v))
+        )
+        rows = np.concatenate([q, *pooled]).reshape(-1, q.shape[-1])
+        old = lm.params["params"][f"layers_{i}"]["attention"]
+        layers.append({**old, "qkv": {"kernel": kernel(rows, lm.model.dtype)}})
+    new = replace_attention(lm, config, layers, f"{lm.name}-kv{num_kv_heads}")
+    report = ConversionReport(
+        layers=tuple(errors),
+        weighted=False,
+        before=values_per_token(lm.dims),
+        after=values_per_token(new.dims),
+        itemsize=jnp.dtype(lm.model.dtype).itemsize,
+    )
+    return new, report
