@@ -6,6 +6,7 @@ next variant starts. A variant that fails is a row with its error and the others
 of the same config tries it again. A run that is finished only writes its report again.
 """
 
+import dataclasses
 import hashlib
 import shlex
 import time
@@ -19,6 +20,7 @@ from rich.console import Console
 import kvjax
 from experiments import measure
 from experiments.configuration import AblationConfig, flatten
+from experiments.conversions import describe
 from experiments.environment import code_fingerprint, count_cache_hits, environment
 from experiments.progress import RunProgress
 from experiments.report import result_table, write_report
@@ -29,7 +31,7 @@ from kvjax.language_model import LanguageModel
 
 MAX_ERROR_CHARACTERS = 300
 # Of the run's config; a row has one variant, and the model's own name.
-ROW_HAS_ITS_OWN = ("variants", "model")
+ROW_HAS_ITS_OWN = ("variants", "conversions", "model")
 
 
 def run_ablation(
@@ -96,7 +98,8 @@ def _run_pending(
     """Load, check, and run the variants that have no good row, the baseline first."""
     console.print(f"loading {config.model} ({config.dtype})", highlight=False)
     lm = load(config.model, dtype=config.dtype)
-    measure.validate(config, lm)
+    models = _models(config, lm, pending, console)
+    measure.validate(config, {**dict.fromkeys(config.variants, lm), **models})
     material = measure.prepare(config, lm, text)
     facts = {
         "model": lm.name,
@@ -111,11 +114,28 @@ def _run_pending(
         for label in order:
             progress.start(label)
             reference = None if label == config.baseline else folder.latest()[config.baseline]
-            row = run_variant(config, material, label, exact, reference, progress.stage) | facts
+            own = dataclasses.replace(material, lm=models.get(label, lm))
+            row = run_variant(config, own, label, exact, reference, progress.stage)
+            row = facts | row
             folder.append(row)
             progress.finish(row)
             # No later variant runs its programs, and each holds on to 100 MB and more.
             jax.clear_caches()
+
+
+def _models(
+    config: AblationConfig, lm: LanguageModel, pending: list[str], console: Console
+) -> dict[str, LanguageModel]:
+    """Convert the model for the variants that ask for it; what they share is shared."""
+    models = {}
+    for label, conversion in config.conversions.items():
+        if label in pending:
+            console.print(f"converting for {label}: {describe(conversion)}", highlight=False)
+            try:
+                models[label], _ = conversion.apply(lm)
+            except KvjaxError as error:
+                raise type(error)(f"variant {label}: {error}") from None
+    return models
 
 
 def run_variant(
@@ -128,13 +148,16 @@ def run_variant(
 ) -> Row:
     """Measure one variant; an error of any kind ends in a row with status "failed"."""
     cache = config.variants[label]
-    layers = material.lm.config.num_layers
+    layers, conversion = material.lm.config.num_layers, config.conversions.get(label)
     row: Row = {
         "variant": label,
         "status": "ok",
         "error": None,
         "cache": cache.label,
-        "changes": measure.changes(cache, config.variants[config.baseline], layers),
+        "conversion": describe(conversion) if conversion else None,
+        "changes": measure.changes(
+            cache, config.variants[config.baseline], layers, converted=conversion is not None
+        ),
         "implementation": measure.implementations(cache, material.lm),
         "config": flatten(cache),
     }

@@ -1,4 +1,4 @@
-"""The command line: `kvjax list`, `ablate`, `generate`, `bench` and `kernels`."""
+"""The command line: `kvjax list`, `ablate`, `generate`, `convert`, `bench` and `kernels`."""
 
 import dataclasses
 import importlib
@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -140,6 +140,74 @@ class Generate:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Convert:
+    """Turn a model with grouped attention into one that caches latents, or fewer KV heads.
+
+    `latent` factorises keys and values of each layer together (a joint SVD) beside the rotary
+    channels that keep their positions: exact with all of these and a full latent, else lossy.
+    `grouped` averages neighbouring KV heads, or repeats them. Nothing is trained. The error of
+    every layer is printed and saved with the model.
+
+    Try these:
+
+        kvjax convert smollm2-135m --to latent --latent-dim 160 --calibrate bible-web --out runs/mla
+
+        kvjax convert smollm2-135m --to grouped --kv-heads 1 --out runs/mqa
+
+        kvjax generate "The sea is" --model runs/mla
+    """
+
+    source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
+    """A name that `kvjax list` shows, a folder, or a .gguf file."""
+    to: Literal["latent", "grouped"]
+    """What the model shall cache."""
+    out: Annotated[Path, tyro.conf.arg(metavar="FOLDER")]
+    """New folder for the model."""
+    latent_dim: int | None = None
+    """Width of the latent (with --to latent)."""
+    rope_dim: int | None = None
+    """Rotary channels of each KV head that keep their positions; all if not given."""
+    calibrate: str | None = None
+    """Text that the factors shall be best for: a name that `kvjax list` shows, or a file."""
+    calibration_tokens: int = 4096
+    """Tokens of that text."""
+    kv_heads: int | None = None
+    """Number of KV heads (with --to grouped)."""
+    dtype: str | None = None
+    """Of the weights: float32 or bfloat16; float32 if not given."""
+
+    def run(self) -> int:
+        """Convert and save."""
+        from experiments.convert import convert
+
+        convert(self.source, self._conversion(), self.out, dtype=self.dtype, console=_console())
+        return 0
+
+    def _conversion(self):
+        from experiments.conversions import ToGrouped, ToLatent
+        from kvjax.errors import ConfigError
+
+        latent = {"latent_dim": self.latent_dim, "rope_dim": self.rope_dim}
+        foreign = {"kv_heads": self.kv_heads} if self.to == "latent" else latent
+        for name, value in foreign.items():
+            if value is not None:
+                option = "--" + name.replace("_", "-")
+                raise ConfigError(f"{option} has no meaning with --to {self.to}")
+        if self.to == "grouped":
+            if self.kv_heads is None:
+                raise ConfigError("--to grouped needs --kv-heads")
+            return ToGrouped(num_kv_heads=self.kv_heads)
+        if self.latent_dim is None:
+            raise ConfigError("--to latent needs --latent-dim")
+        return ToLatent(
+            latent_dim=self.latent_dim,
+            rope_dim=self.rope_dim,
+            calibration=self.calibrate,
+            calibration_tokens=self.calibration_tokens,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Bench:
     """Measure prefill and decode speed on this machine; `kvjax bench --help` shows its options.
 
@@ -199,6 +267,7 @@ COMMANDS: dict[str, type] = {
     "list": List,
     "ablate": Ablate,
     "generate": Generate,
+    "convert": Convert,
     "bench": Bench,
     "kernels": Kernels,
 }

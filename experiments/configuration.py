@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import configs
+from experiments.conversions import Conversion
 from experiments.overrides import set_value
 from kvjax.cache import CacheConfig, LayerPattern
 from kvjax.errors import ConfigError, KvjaxError
@@ -21,6 +22,7 @@ class AblationConfig:
 
     Attributes:
         variants: the caches by label; each is one row.
+        conversions: variants whose model is converted first, with how.
         baseline: label of the exact cache that the others are held against.
         model: a name or path that `kvjax.load` knows.
         dtype: of weights and activations, "float32" or "bfloat16".
@@ -40,6 +42,7 @@ class AblationConfig:
     """
 
     variants: Mapping[str, CacheConfig | LayerPattern]
+    conversions: Mapping[str, Conversion] = dataclasses.field(default_factory=dict)
     baseline: str = "contiguous"
     model: str = "smollm2-135m"
     dtype: str = "float32"
@@ -79,6 +82,16 @@ class AblationConfig:
             raise ConfigError(
                 f"baseline={self.baseline!r} is no variant; known: {', '.join(self.variants)}"
             )
+        for label, conversion in self.conversions.items():
+            if label not in self.variants or label == self.baseline:
+                known = ", ".join(name for name in self.variants if name != self.baseline)
+                raise ConfigError(
+                    f"conversion of {label!r}, expected a variant that is not the baseline: {known}"
+                )
+            if not isinstance(conversion, Conversion):
+                raise ConfigError(
+                    f"conversion of {label!r} is {conversion!r}, expected ToLatent or ToGrouped"
+                )
         for label, cache in self.variants.items():
             if not VARIANT_NAME.fullmatch(label):
                 raise ConfigError(
@@ -112,6 +125,13 @@ def configs_folder() -> Path:
     return Path(str(configs.__file__)).parent
 
 
+def known_configs() -> list[tuple[str, Path]]:
+    """Name and file of each config that comes with kvjax."""
+    folder = configs_folder()
+    files = sorted(folder.rglob("[!_]*.py"))
+    return [(file.relative_to(folder).with_suffix("").as_posix(), file) for file in files]
+
+
 def find_config(path: str | Path) -> Path:
     """Find a config file: the path itself, or the name of one that comes with kvjax.
 
@@ -127,7 +147,7 @@ def find_config(path: str | Path) -> Path:
     for candidate in candidates:
         if candidate.is_file():
             return candidate
-    known = sorted(p.stem for p in configs_folder().glob("[!_]*.py"))
+    known = [name for name, _ in known_configs()]
     raise ConfigError(
         f"no config file {str(path)!r}; give the path of one, or a name that comes with kvjax: "
         f"{', '.join(known)}"

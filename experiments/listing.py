@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from experiments.configuration import configs_folder
+from experiments.configuration import known_configs
 from kvjax.cache import CODECS, LAYOUTS, POLICIES, RULES, CacheConfig, PositionRule
 from kvjax.cache.config import member_label
 from kvjax.checkpoints import known_models
@@ -40,7 +40,7 @@ def print_listing(console: Console) -> None:
         for name, line in names.items():
             console.print(f"  {escape(name)}: {escape(line)}", highlight=False)
     console.print("[bold]Configs[/bold]")
-    for path in sorted(configs_folder().glob("[!_]*.py")):
+    for _, path in known_configs():
         console.print(f"  {path}: {escape(first_docstring_line(path.read_text()))}", soft_wrap=True)
 
 

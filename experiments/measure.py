@@ -70,8 +70,12 @@ def prepare(config: AblationConfig, lm: LanguageModel, text: str) -> Material:
     )
 
 
-def validate(config: AblationConfig, lm: LanguageModel) -> None:
+def validate(config: AblationConfig, models: Mapping[str, LanguageModel]) -> None:
     """Refuse variants that cannot run, all of them before any work.
+
+    Args:
+        config: the variants.
+        models: the model of each.
 
     Raises:
         KvjaxError: names the variant and the reason.
@@ -84,6 +88,7 @@ def validate(config: AblationConfig, lm: LanguageModel) -> None:
             )
         lengths.append((config.batch, config.speed_capacity))
     for label, cache in config.variants.items():
+        lm = models[label]
         try:
             implementations(cache, lm)
             for batch, length in lengths:
@@ -108,8 +113,10 @@ def implementations(cache: CacheChoice, lm: LanguageModel) -> str:
     return " + ".join(shapes.implementations)
 
 
-def changes(cache: CacheChoice, baseline: CacheChoice, num_layers: int) -> str:
-    """Which of the four choices differ from the baseline's: "codec", "layout + codec", ...
+def changes(
+    cache: CacheChoice, baseline: CacheChoice, num_layers: int, *, converted: bool = False
+) -> str:
+    """Which of the four choices differ from the baseline's, and whether the model does.
 
     >>> changes(CacheConfig(codec="int(bits=4)"), CacheConfig(), num_layers=2)
     'codec'
@@ -123,6 +130,7 @@ def changes(cache: CacheChoice, baseline: CacheChoice, num_layers: int) -> str:
             for ours, theirs in zip(layers, baseline.for_layers(num_layers), strict=True)
         )
     ]
+    differing = ["model"] * converted + differing
     mixed = "per layer: " if len(set(layers)) > 1 else ""
     return mixed + (" + ".join(differing) or "nothing")
 
@@ -132,6 +140,7 @@ class Exact:
 
     def __init__(self, config: AblationConfig, material: Material, stage: Stage):
         self._config, self._material, self._stage = config, material, stage
+        self.lm = material.lm
         self._kept: list[tuple[int, np.ndarray]] = []
 
     def chunks(self) -> Chunks:
@@ -182,7 +191,7 @@ def measure_quality(
     """
     _, T = material.tokens.shape
     start_s = time.perf_counter()
-    if cache == config.variants[config.baseline]:
+    if cache == config.variants[config.baseline] and material.lm is exact.lm:
         run = exact.chunks()
     else:
         run = material.lm.teacher_forced(material.tokens, cache, config.chunk)

@@ -25,6 +25,7 @@ class Column(NamedTuple):
 
 COLUMNS = (
     Column("variant", "variant", "", "label in the config"),
+    Column("model", "conversion", "", "how the model was converted; - is not"),
     Column(
         "bytes/token",
         "bytes_per_token",
@@ -60,6 +61,7 @@ CSV_FIRST = (
     "status",
     "error",
     "cache",
+    "conversion",
     "changes",
     "bytes_per_token",
     "cache_bytes",
@@ -101,7 +103,7 @@ def write_report(
 def shown(row: Mapping[str, Any], column: Column) -> str:
     """A figure of a row as text; "-" where it was not measured.
 
-    >>> shown({"kl": 0.01234}, COLUMNS[5])
+    >>> shown({"kl": 0.01234}, COLUMNS[6])
     '0.012'
     """
     value = row.get(column.key)

@@ -72,7 +72,7 @@ def check_context_len(
     if max_len is not None and asked > max_len:
         raise ConfigError(
             f"context_len={asked} exceeds the {max_len} positions that {source} states "
-            "(max_position_embeddings); only the rotary types dynamic and longrope go beyond"
+            "(max_position_embeddings) or that its rotary scaling reaches"
         )
 
 

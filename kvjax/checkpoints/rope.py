@@ -64,10 +64,9 @@ class _Stated:
     trained_len: int
     context_len: int | None
 
-    @property
-    def max_len(self) -> int:
-        """Positions where nothing can be extended."""
-        return min(self.context_len or self.trained_len, self.trained_len)
+    def room(self, reach: float = 0) -> int:
+        """Positions: what is asked for, up to what the file states or a scaling reaches."""
+        return min(self.context_len or self.trained_len, max(self.trained_len, int(reach)))
 
     @property
     def original_len(self) -> int:
@@ -76,12 +75,12 @@ class _Stated:
 
 
 def _default(stated: _Stated) -> _Scaled:
-    return _Scaled(max_len=stated.max_len, theta=stated.theta)
+    return _Scaled(max_len=stated.room(), theta=stated.theta)
 
 
 def _linear(stated: _Stated) -> _Scaled:
     factor = stated.parameters.number("factor")
-    return _Scaled(max_len=stated.max_len, theta=stated.theta, scaling=Linear(factor=factor))
+    return _Scaled(max_len=stated.room(), theta=stated.theta, scaling=Linear(factor=factor))
 
 
 def _dynamic(stated: _Stated) -> _Scaled:
@@ -102,7 +101,8 @@ def _llama3(stated: _Stated) -> _Scaled:
         high_freq_factor=stated.parameters.number("high_freq_factor"),
         original_len=stated.original_len,
     )
-    return _Scaled(max_len=stated.max_len, theta=stated.theta, scaling=scaling)
+    room = stated.room(scaling.factor * scaling.original_len)
+    return _Scaled(max_len=room, theta=stated.theta, scaling=scaling)
 
 
 def _mscale(factor: float, weight: float = 1.0) -> float:
@@ -126,7 +126,8 @@ def _yarn(stated: _Stated) -> _Scaled:
         truncate=parameters.flag("truncate", True),
     )
     return _Scaled(
-        max_len=stated.max_len,
+        # Files are often told of yarn without a change of max_position_embeddings.
+        max_len=stated.room(factor * original),
         theta=stated.theta,
         scaling=scaling,
         magnitude=parameters.number("attention_factor", magnitude),

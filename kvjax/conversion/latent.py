@@ -182,7 +182,7 @@ def _parameters(q, k, kept, lost, half: int, factors, out, dtype: str) -> dict:
     return {
         "query": {"kernel": kernel(query, dtype)},
         "latent": {"kernel": kernel(np.concatenate([down, k_rope]), dtype)},
-        "key_up": jnp.asarray(key_up[head], dtype),
+        **({"key_up": jnp.asarray(key_up[head], dtype)} if len(lost) else {}),
         "value_up": jnp.asarray(value_up[head], dtype),
         "out": out,
     }

@@ -74,9 +74,13 @@ class LatentAttention(nn.Module):
         return LatentQuery(
             nope=q[..., : config.nope_dim],
             rope=q[..., config.nope_dim :],
-            key_up=self.param("key_up", init, (N, config.nope_dim, C), x.dtype),
+            key_up=self._key_up(init, (N, config.nope_dim, C), x.dtype),
             value_up=self.param("value_up", init, (N, config.value_dim, C), x.dtype),
         )
+
+    def _key_up(self, init, shape: tuple[int, ...], dtype) -> jax.Array:
+        # Not a parameter if it is empty: checkpoints do not hold arrays of no size.
+        return self.param("key_up", init, shape, dtype) if shape[1] else jnp.zeros(shape, dtype)
 
     def _entry(self, x: jax.Array) -> Latent:
         C, R = self.config.latent_dim, self.config.rope_dim

@@ -1,6 +1,7 @@
-"""The conformance suite: every legal product of the registered members over keys and values.
+"""The conformance suite over the products of the registered members.
 
-Over latents it runs a selection in which every two members still meet.
+Over keys and values in contiguous stores it runs every legal product; over pages and over latents,
+which members do not know of, a selection in which every two members still meet.
 """
 
 import re
@@ -9,7 +10,11 @@ import pytest
 
 from kvjax.testing import conformance
 
-CASES = [("kv", config) for config in conformance.legal_configs()]
+KV = list(conformance.legal_configs())
+CASES = [("kv", config) for config in KV if config.layout.slot_multiple == 1]
+CASES += [
+    ("kv", config) for config in conformance.covering(c for c in KV if c.layout.slot_multiple > 1)
+]
 CASES += [
     ("latent", config) for config in conformance.covering(conformance.legal_configs("latent"))
 ]

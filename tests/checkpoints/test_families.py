@@ -20,7 +20,6 @@ from kvjax.language_model import LanguageModel
 from kvjax.nn.transformer import Transformer
 from tests.fixtures.families import (
     CASES,
-    FAMILY_LOGITS,
     MODELS,
     Case,
     cached,
@@ -28,6 +27,7 @@ from tests.fixtures.families import (
     one_shot,
     together,
 )
+from tests.tolerances import FAMILY_LOGITS
 
 IDS = [case.id for case in CASES]
 every_case = pytest.mark.parametrize("case", CASES, ids=IDS)

@@ -149,3 +149,11 @@ def test_what_is_not_understood_is_refused(scaling: Any, words: list[str]) -> No
 
 def test_the_context_must_be_stated() -> None:
     fails(None, "max_position_embeddings is missing", max_position_embeddings=None)
+
+
+def test_yarn_makes_room_as_far_as_its_factor_reaches() -> None:
+    """Files are told of yarn without a change of max_position_embeddings (Qwen's own advice)."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    assert read(scaling).max_len == 64
+    assert read(scaling, context_len=200).max_len == 200
+    assert read(scaling, context_len=300).max_len == 256  # then refused by the loader

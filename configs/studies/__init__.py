@@ -1,0 +1,1 @@
+"""Configs of studies, one mechanism each."""
