@@ -6,6 +6,7 @@
 """
 
 from kvjax.cache import (
+    KIVI,
     KV,
     ROTATED_ABSOLUTE,
     UNROTATED_ABSOLUTE,
@@ -32,6 +33,7 @@ from kvjax.language_model import Generation, LanguageModel, load
 __version__ = "0.1.0"
 
 __all__ = [
+    "KIVI",
     "KV",
     "ROTATED_ABSOLUTE",
     "UNROTATED_ABSOLUTE",

@@ -16,6 +16,9 @@ import hypothesis
 import jax
 import pytest
 
+# Needs torch and transformers, which only whoever makes fixtures has.
+collect_ignore = ["fixtures/make.py"]
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Enough for a 2 x 2 mesh. A test on one device pays nothing for the others.

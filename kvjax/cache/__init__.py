@@ -14,10 +14,12 @@ from kvjax.cache.entries import KV, Latent, LatentQuery
 from kvjax.cache.layouts import LAYOUTS
 from kvjax.cache.legality import RULES, illegal_reasons
 from kvjax.cache.policies import POLICIES
+from kvjax.cache.presets import KIVI
 from kvjax.cache.saving import restore_cache, save_cache
 
 __all__ = [
     "CODECS",
+    "KIVI",
     "KV",
     "LAYOUTS",
     "POLICIES",

@@ -36,6 +36,26 @@ class PartSpec:
 
 
 @runtime_checkable
+class Basis(Protocol):
+    """Another basis that a codec stores vectors in: orthogonal, so that scores are the same.
+
+    Keys stay in it: queries are brought to it instead, and the mix of values is brought back.
+    """
+
+    def width(self, width: int) -> int:
+        """Channels that `width` channels become."""
+        ...
+
+    def forward(self, x: jax.Array) -> jax.Array:
+        """Bring [..., W] to it, f32[..., width(W)]."""
+        ...
+
+    def inverse(self, y: jax.Array, width: int) -> jax.Array:
+        """Bring f32[..., width(W)] back to [..., W]."""
+        ...
+
+
+@runtime_checkable
 class Codec(Protocol):
     """How one field (keys, or values) of a token is encoded. A frozen dataclass, hence hashable."""
 
@@ -54,6 +74,11 @@ class Codec(Protocol):
         """Whether decode(encode(x)) is x, bit for bit, in the model's dtype."""
         ...
 
+    @property
+    def basis(self) -> Basis | None:
+        """Basis that decoded values are in; None is that of the model."""
+        ...
+
     def parts(self, width: int, dtype: str) -> tuple[PartSpec, ...]:
         """Arrays that hold a field of `width` channels of a model that computes in `dtype`."""
         ...
@@ -69,12 +94,14 @@ class Codec(Protocol):
     def decode(self, parts: tuple[jax.Array, ...], width: int) -> jax.Array:
         """Decode rows [..., S // r, W] of each part to [..., S, width], f32 or narrower.
 
+        With a basis, `width` and the result are those of the basis.
+
         Slots that were never written hold any bytes: decode them to anything, but do not fail.
         """
         ...
 
     def bound(self, x: jax.Array) -> jax.Array:
-        """Largest |decode(encode(x)) - x| that the method allows, element by element."""
+        """Largest |decode(encode(x)) - x| that the method allows, by element, in x's own basis."""
         ...
 
     @classmethod
@@ -241,6 +268,13 @@ class PositionRule:
         if name not in cls.NAMES:
             raise ConfigError(f"unknown position rule {name!r}; known: {', '.join(cls.NAMES)}")
         return cls(*cls.NAMES[name])
+
+
+def decode_to_model(codec: Codec, parts: tuple[jax.Array, ...], width: int) -> jax.Array:
+    """Decode to [..., S, width] in the basis of the model."""
+    if codec.basis is None:
+        return codec.decode(parts, width)
+    return codec.basis.inverse(codec.decode(parts, codec.basis.width(width)), width)
 
 
 ROTATED_ABSOLUTE = PositionRule(rotated=True, slot=False)

@@ -105,6 +105,14 @@ class CacheConfig:
             return tuple(dict.fromkeys(self.codec.named.values()))
         return (self.codec,)
 
+    @property
+    def key_codecs(self) -> tuple[Codec, ...]:
+        """The codecs that may hold keys which positions turn."""
+        if not isinstance(self.codec, Codecs):
+            return (self.codec,)
+        named = self.codec.named
+        return tuple(named[name] for name in ("k", "k_rope") if name in named)
+
     def codecs_of(self, fields: Iterable[str]) -> dict[str, Codec]:
         """Codec of each field of an entry.
 

@@ -27,6 +27,15 @@ def token_group(config: "CacheConfig") -> int:
 
 RULES = (
     Rule(
+        "keys in another basis that are rotated when they are read",
+        lambda c: not c.positions.rotated and any(codec.basis for codec in c.key_codecs),
+        lambda c: (
+            f"positions={c.positions.name!r} rotates keys when they are read, but their codec "
+            "stores them in another basis, where there are no pairs to rotate; use "
+            "positions='rotated_absolute', or another codec for keys"
+        ),
+    ),
+    Rule(
         "rotated keys with slot positions",
         lambda c: c.positions.rotated and c.positions.slot,
         lambda c: (

@@ -6,7 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.base import Codec, PartSpec, Place, Policy
+from kvjax.cache.base import Codec, PartSpec, Place, Policy, decode_to_model
 from kvjax.cache.config import CacheConfig
 from kvjax.cache.entries import ENTRIES, EntryKind
 from kvjax.cache.legality import token_group
@@ -103,6 +103,15 @@ class LayerSpec:
         """Newest tokens that `rollback` may forget; None is any number."""
         free = self.policy.linear and not self.has_tail
         return None if free else self.config.slack
+
+    def coded_width(self, field: str) -> int:
+        """Channels of a field as its codec decodes it."""
+        width, basis = self.dims.fields[field], self.codecs[field].basis
+        return width if basis is None else basis.width(width)
+
+    def decode(self, field: str, parts: tuple[jax.Array, ...]) -> jax.Array:
+        """Decode a field to the basis of the model."""
+        return decode_to_model(self.codecs[field], parts, self.dims.fields[field])
 
     def encoded(self, lengths: jax.Array) -> jax.Array:
         """Number of tokens that are codes (or stored as they are) when `lengths` have been seen.

@@ -74,8 +74,10 @@ def init(spec: LayerSpec) -> dict[str, FieldStore]:
 def operands(spec: LayerSpec, store) -> list[Operand]:
     """The stored fields as kernels see them."""
     return [
-        spec.config.layout.operand(store[name].parts, spec.places(name), width, spec.codecs[name])
-        for name, width in spec.dims.fields.items()
+        spec.config.layout.operand(
+            store[name].parts, spec.places(name), spec.coded_width(name), spec.codecs[name]
+        )
+        for name in spec.dims.fields
     ]
 
 
@@ -205,14 +207,14 @@ class _Reader:
         """The chunk's own tokens as they are encoded, before they are in the store."""
         spec = self.spec
         fields = []
-        for name, width in spec.dims.fields.items():
+        for name in spec.dims.fields:
             places = spec.places(name)
             fields.append(
                 Operand(
                     parts=tuple(_flat(rows) for rows in codes[name]),
                     tokens_per_row=tuple(place.part.tokens_per_row for place in places),
                     dtypes=tuple(place.part.dtype for place in places),
-                    width=width,
+                    width=spec.coded_width(name),
                     format=spec.codecs[name],
                 )
             )
@@ -223,7 +225,7 @@ class _Reader:
         """Tokens in full precision, at positions `held` i32[B, S]; `fresh` if of the chunk."""
         first = self.spec.encoded(self.positions + 1)
         visible = self._visibility(first, self.positions)
-        return self._attend(fields, held, visible, fresh=fresh)
+        return self._attend(fields, held, visible, coded=False, fresh=fresh)
 
     def _coded(self) -> Visibility:
         encoded = self.spec.encoded(self.positions + 1)
@@ -243,9 +245,17 @@ class _Reader:
         )
 
     def _attend(
-        self, fields, held, visible: Visibility, table=None, *, fresh: bool = False
+        self,
+        fields,
+        held,
+        visible: Visibility,
+        table=None,
+        *,
+        coded: bool = True,
+        fresh: bool = False,
     ) -> list:
         kind = self.spec.kind
+        bases = tuple(codec.basis if coded else None for codec in self.spec.codecs.values())
         run = kind.attend_fresh if fresh and kind.attend_fresh is not None else kind.attend
 
         def call(query, held, key_rotation=None, first_slots=None):
@@ -258,6 +268,8 @@ class _Reader:
                 key_rotation=key_rotation,
                 first_slots=first_slots,
                 implementation=self.spec.config.implementation,
+                bases=bases,
+                widths=tuple(self.spec.dims.fields.values()),
             )
             return run(query, fields, sight)
 

@@ -6,6 +6,7 @@ from kvjax.evaluation.accounting import (
     effective_bits,
     measured_nbytes,
 )
+from kvjax.evaluation.attribution import Attribution, attribute
 from kvjax.evaluation.divergence import (
     Divergence,
     divergence,
@@ -16,9 +17,11 @@ from kvjax.evaluation.perplexity import nll_from_chunks, perplexity, token_nll
 from kvjax.evaluation.speed import Speed, Timing, measure_speed, timed
 
 __all__ = [
+    "Attribution",
     "Divergence",
     "Speed",
     "Timing",
+    "attribute",
     "bytes_per_token",
     "check_prediction",
     "divergence",

@@ -52,6 +52,7 @@ class Attention(nn.Module):
         """
         config, D = self.config, x.shape[-1]
         q, entry = self._project(x, entry)
+        self.sow("intermediates", "attended", (q, *entry))  # for whoever asks (attribution)
         rotary = None if self.layer.rotary is None else Rotary.of(self.layer.rotary)
         sinks = None
         if config.sink_logits:

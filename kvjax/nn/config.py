@@ -289,17 +289,19 @@ class TransformerConfig:
 
     def cache_dims(self, dtype: str) -> CacheDims:
         """What a cache must know of a model of this config that computes in `dtype`."""
-        own = range(self.num_layers)
+        windows = tuple(layer.window for layer in self.layers)
+        own = tuple(range(self.num_layers))
+        owners = tuple(
+            i if layer.reads is None else layer.reads
+            for i, layer in zip(own, self.layers, strict=True)
+        )
         return CacheDims(
             num_layers=self.num_layers,
             num_heads=self.attention.num_heads,
             **self.attention.cached,
             dtype=dtype,
-            windows=tuple(layer.window for layer in self.layers),
-            owners=tuple(
-                i if layer.reads is None else layer.reads
-                for i, layer in zip(own, self.layers, strict=True)
-            ),
+            windows=windows if any(windows) else (),
+            owners=owners if owners != own else (),
         )
 
     @property

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.base import PositionRule
+from kvjax.cache.base import PositionRule, decode_to_model
 from kvjax.cache.cache import BAD_POSITIONS, BAD_ROLLBACK, FULL, Cache
 from kvjax.cache.codecs import CODECS
 from kvjax.cache.config import CacheConfig, Codecs
@@ -409,7 +409,7 @@ def _round_trip(codec, x: np.ndarray, group: int) -> np.ndarray:
 def _coder(codec):
     def there_and_back(x: jax.Array) -> jax.Array:
         heads = x.swapaxes(0, 1)
-        decoded = codec.decode(codec.encode(heads), x.shape[-1])
+        decoded = decode_to_model(codec, codec.encode(heads), x.shape[-1])
         return decoded.astype(jnp.float32).swapaxes(0, 1)
 
     return jax.jit(there_and_back)

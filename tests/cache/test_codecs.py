@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvjax import CacheConfig, Int, Paged, Raw
+from kvjax.cache.base import decode_to_model
 from kvjax.cache.codecs import CODECS
 from kvjax.testing.conformance import COMPILER_OPTIONS
 from tests.cache.layer import H, K, Text, dims, feed, feed_in_chunks, label
@@ -36,7 +37,7 @@ def coder(codec):
 
     def there_and_back(x: jax.Array):
         parts = codec.encode(x)
-        decoded = codec.decode(parts, x.shape[-1]).astype(jnp.float32)
+        decoded = decode_to_model(codec, parts, x.shape[-1]).astype(jnp.float32)
         return parts, decoded, codec.bound(x).astype(jnp.float32)
 
     return jax.jit(there_and_back, compiler_options=COMPILER_OPTIONS)

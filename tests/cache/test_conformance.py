@@ -1,22 +1,24 @@
-"""The conformance suite over the products of the registered members.
+"""The conformance suite over products of the registered members, for each kind of entry.
 
-Over keys and values in contiguous stores it runs every legal product; over pages and over latents,
-which members do not know of, a selection in which every two members still meet.
+Every two members that may go together meet in some product of the selection that always runs;
+`KVJAX_PRODUCTS=all` runs every legal product.
 """
 
+import os
 import re
 
 import pytest
 
 from kvjax.testing import conformance
 
-KV = list(conformance.legal_configs())
-CASES = [("kv", config) for config in KV if config.layout.slot_multiple == 1]
-CASES += [
-    ("kv", config) for config in conformance.covering(c for c in KV if c.layout.slot_multiple > 1)
-]
-CASES += [
-    ("latent", config) for config in conformance.covering(conformance.legal_configs("latent"))
+CASES = [
+    (entry, config)
+    for entry in conformance.CASES
+    for config in (
+        conformance.legal_configs(entry)
+        if os.environ.get("KVJAX_PRODUCTS") == "all"
+        else conformance.covering(conformance.legal_configs(entry))
+    )
 ]
 
 

@@ -57,12 +57,15 @@ CACHES = {
 }
 
 
-@pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
-@pytest.mark.parametrize("config", [SHARED, LATENT], ids=["shared", "latent"])
+@pytest.mark.parametrize(
+    ("config", "cache"),
+    [(SHARED, "contiguous"), (SHARED, "paged"), (SHARED, "slack"), (LATENT, "paged")],
+    ids=["shared", "shared-paged", "shared-slack", "latent-paged"],
+)
 def test_every_chunking_gives_the_uncached_logits(config, cache) -> None:
-    lm = tiny_lm(config, scale=1.5)
+    lm, cache = tiny_lm(config, scale=1.5), CACHES[cache]
     expected = np.asarray(lm.logits(TOKENS))
-    for chunk in (29, 11, 1):
+    for chunk in (11, 1):
         pieces = [logits for _, logits in lm.teacher_forced(TOKENS, cache, chunk)]
         np.testing.assert_allclose(np.concatenate(pieces, 1), expected, atol=TINY_LOGITS)
 
@@ -73,10 +76,9 @@ def test_a_lossy_tail_is_shared_exactly() -> None:
     cache = CacheConfig(codec=Int(bits=8, axis="channel", group_size=4, scale_dtype="float32"))
     runs = [
         np.concatenate([logits for _, logits in lm.teacher_forced(TOKENS, cache, chunk)], 1)
-        for chunk in (29, 11, 1)
+        for chunk in (11, 1)
     ]
-    for run in runs[1:]:
-        np.testing.assert_allclose(run, runs[0], atol=2e-3)  # codes may flip
+    np.testing.assert_allclose(runs[1], runs[0], atol=2e-3)  # codes may flip
 
 
 def test_bytes_follow_the_map_and_the_windows() -> None:

@@ -5,6 +5,8 @@ the conformance suite.
 """
 
 from kvjax.cache.base import Codec
+from kvjax.cache.codecs.float8 import Float8
+from kvjax.cache.codecs.hadamard import Hadamard
 from kvjax.cache.codecs.int import Int
 from kvjax.cache.codecs.raw import Raw
 from kvjax.registry import Registry
@@ -15,6 +17,8 @@ CODECS = Registry(
     {
         "raw": Raw,
         "int": Int,
+        "float8": Float8,
+        "hadamard": Hadamard,
     },
 )
 

@@ -33,6 +33,7 @@ class Int:
         group_size: values that share a scale.
         symmetric: no zero point.
         scale_dtype: dtype of scale and zero point.
+        residual: newest tokens that stay in full precision, beyond those of an open group.
 
     >>> Int(bits=4).parts(64, "float32")[0].width
     32
@@ -43,8 +44,9 @@ class Int:
     group_size: int = 32
     symmetric: bool = False
     scale_dtype: str = "float16"
+    residual: int = 0
 
-    residual = 0
+    basis = None
     lossless = False
 
     def __post_init__(self) -> None:
@@ -56,7 +58,7 @@ class Int:
             raise ConfigError(
                 f"Int.scale_dtype={self.scale_dtype!r}; known: {', '.join(SCALE_DTYPES)}"
             )
-        check_at_least(self, group_size=1)
+        check_at_least(self, group_size=1, residual=0)
 
     @property
     def group(self) -> int:

@@ -25,6 +25,7 @@ class Raw:
     dtype: str | None = None
 
     group = 1
+    basis = None
     residual = 0
     runs = 1
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from kvjax.cache.base import Basis
 from pallas_kernels._common.operand import Operand
 from pallas_kernels._common.visibility import Visibility
 from pallas_kernels.attention import KeyRotation
@@ -24,6 +25,8 @@ class Sight:
         key_rotation: rotation of stored keys on read.
         first_slots: no slot from this one on is visible.
         implementation: which attention implementation runs.
+        bases: basis that each field is decoded to, in the order of the entry; None is the model's.
+        widths: channels of each field in the model.
     """
 
     visibility: Visibility
@@ -34,6 +37,8 @@ class Sight:
     key_rotation: KeyRotation | None = None
     first_slots: int | None = None
     implementation: str = "auto"
+    bases: tuple[Basis | None, ...]
+    widths: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,3 +60,13 @@ class EntryKind:
     attend: Callable[[Any, list[Operand], Sight], tuple[jax.Array, jax.Array]]
     attend_fresh: Callable[[Any, list[Operand], Sight], tuple[jax.Array, jax.Array]] | None = None
     resolve: Callable[..., str]
+
+
+def to_basis(basis: Basis | None, query: jax.Array) -> jax.Array:
+    """Bring queries [..., W] to the basis of stored keys, in their dtype."""
+    return query if basis is None else basis.forward(query).astype(query.dtype)
+
+
+def from_basis(basis: Basis | None, output: jax.Array, width: int) -> jax.Array:
+    """Bring a mix of stored values f32[..., W] back to the model's basis."""
+    return output if basis is None else basis.inverse(output, width)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.entries.base import EntryKind, Sight
+from kvjax.cache.entries.base import EntryKind, Sight, from_basis, to_basis
 from pallas_kernels._common.operand import Operand
 from pallas_kernels._common.rotation import angles_of, rotate
 from pallas_kernels.attention import attention
@@ -71,10 +71,11 @@ def _rotate(query: LatentQuery, rotary, positions: jax.Array) -> LatentQuery:
 def _attend(query: LatentQuery, operands: list[Operand], sight: Sight):
     """Absorbed."""
     latent, rope_key = operands
+    latent_basis, rope_basis = sight.bases
     absorbed = _product("btnh,nhc->btnc", query.nope, query.key_up).astype(query.nope.dtype)
     output, lse = latent_attention(
-        absorbed,
-        query.rope,
+        to_basis(latent_basis, absorbed),
+        to_basis(rope_basis, query.rope),
         latent,
         rope_key,
         sight.visibility,
@@ -85,6 +86,7 @@ def _attend(query: LatentQuery, operands: list[Operand], sight: Sight):
         key_rotation=sight.key_rotation,
         implementation=sight.implementation,
     )
+    output = from_basis(latent_basis, output, sight.widths[0])
     return _product("btnc,nhc->btnh", output, query.value_up.astype(jnp.float32)), lse
 
 
@@ -92,7 +94,10 @@ def _attend_fresh(query: LatentQuery, operands: list[Operand], sight: Sight):
     """Expanded, over raw or encoded tokens that lie together [B, S, W]."""
     dtype = query.nope.dtype
     S = sight.key_positions.shape[1]
-    c, k_rope = (operand.load(0, S, None).astype(dtype) for operand in operands)
+    c, k_rope = (
+        from_basis(basis, operand.load(0, S, None), width).astype(dtype)
+        for operand, basis, width in zip(operands, sight.bases, sight.widths, strict=True)
+    )
     if sight.key_rotation is not None:
         turns = sight.key_positions - sight.key_rotation.base[:, None]
         k_rope = rotate(k_rope, angles_of(turns, sight.key_rotation.inverse_frequencies))
