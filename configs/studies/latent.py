@@ -16,12 +16,13 @@ def get_config() -> AblationConfig:
         "mha": ToGrouped(num_kv_heads=9),
         "mqa-pooled": ToGrouped(num_kv_heads=1),
         "mla192-rope64": ToLatent(latent_dim=192),
+        "mla160-rope64-weights": ToLatent(latent_dim=160),
     }
-    for latent_dim, rope_dim in ((128, 64), (64, 64), (288, 32), (192, 32), (128, 32), (192, 16)):
+    for latent_dim, rope_dim in ((176, 64), (160, 64), (128, 64), (288, 32), (192, 32)):
         conversions[f"mla{latent_dim}-rope{rope_dim}"] = ToLatent(
             latent_dim=latent_dim, rope_dim=rope_dim, calibration=calibration
         )
-    conversions["mla128-rope64-int8"] = conversions["mla128-rope64"]
+    conversions["mla160-rope64-int8"] = conversions["mla160-rope64"]
     return AblationConfig(
         model="smollm2-135m",
         text="python-reference:execmodel+types",
