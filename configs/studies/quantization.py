@@ -3,8 +3,8 @@
     kvjax ablate configs/studies/quantization.py
 
 About 8 minutes on 2 CPU cores (docs/results/quantization.md). Perplexity is 11.70 with the exact
-cache (CPython 3.11) and then, times that: 1.000 for int8, 1.003 for KIVI at 4 bits and 1.06 for int4
-by token, 1.01 for float8, 1.09 for hadamard4; at 2 bits 1.36 with keys by channel, 8 by token.
+cache (CPython 3.11) and then, times that: 1.000 for int8, 1.003 for KIVI at 4 bits and 1.06 for
+int4 by token, 1.01 for float8, 1.09 for hadamard4; at 2 bits 1.36 with keys by channel, 8 by token.
 """
 
 from experiments.configuration import AblationConfig
