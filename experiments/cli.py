@@ -187,7 +187,11 @@ class Convert:
         from experiments.conversions import ToGrouped, ToLatent
         from kvjax.errors import ConfigError
 
-        latent = {"latent_dim": self.latent_dim, "rope_dim": self.rope_dim}
+        latent = {
+            "latent_dim": self.latent_dim,
+            "rope_dim": self.rope_dim,
+            "calibrate": self.calibrate,
+        }
         foreign = {"kv_heads": self.kv_heads} if self.to == "latent" else latent
         for name, value in foreign.items():
             if value is not None:

@@ -10,8 +10,8 @@ from rich.table import Table
 
 import kvjax
 from experiments.conversions import Conversion, describe
+from kvjax.checkpoints.native import make_new_folder
 from kvjax.conversion import ConversionReport
-from kvjax.errors import ConfigError
 
 REPORT = "conversion.json"
 
@@ -24,8 +24,9 @@ def convert(
     Raises:
         KvjaxError: the folder exists, the model cannot be read, or it cannot be converted.
     """
-    if out.exists():
-        raise ConfigError(f"{out} exists; give another folder with --out")
+    # Made and removed again: what cannot be written is said before the work.
+    make_new_folder(out)
+    out.rmdir()
     lm = kvjax.load(source, dtype=dtype)
     new, report = conversion.apply(lm)
     console.print(error_table(report))

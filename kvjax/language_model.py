@@ -96,8 +96,16 @@ class LanguageModel:
         )
 
     def logits(self, tokens) -> jax.Array:
-        """Logits f32[B, T, V] of `tokens` [B, T], without a cache."""
+        """Logits f32[B, T, V] of `tokens` [B, T], without a cache.
+
+        Raises:
+            CapacityError: the text is longer than the model's positions.
+        """
         tokens = self._batch(tokens)
+        if tokens.shape[1] > self.config.max_len:
+            raise CapacityError(
+                f"{tokens.shape[1]} tokens exceed the model's {self.config.max_len} positions"
+            )
         return _uncached_logits(self.model, self.params, tokens)
 
     def teacher_forced(
@@ -238,6 +246,8 @@ class LanguageModel:
     def _room(self, cache: CacheChoice | None, prompt: int, new: int, max_len: int | None) -> int:
         """Capacity to allocate; raises if prompt and new tokens do not fit."""
         need = prompt + new
+        if need >= 2**31:
+            raise CapacityError(f"{need} tokens: positions are int32")
         layers = (cache or CacheConfig()).for_layers(self.config.num_layers)
         if max(map(functools.partial(_largest_position, need), layers)) >= self.config.max_len:
             raise CapacityError(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.checkpoints.tokenizer import Tokenizer
-from kvjax.errors import ConfigError
+from kvjax.errors import CheckpointError, ConfigError
 from kvjax.nn.config import TransformerConfig
 
 DTYPES = ("float32", "bfloat16")
@@ -74,6 +74,12 @@ def check_context_len(
             f"context_len={asked} exceeds the {max_len} positions that {source} states "
             "(max_position_embeddings) or that its rotary scaling reaches"
         )
+
+
+def check_token_ids(ids: tuple[Any, ...], vocab_size: int, what: str) -> None:
+    """Refuse ids that are no tokens; `what` names them."""
+    if not all(type(id) is int and 0 <= id < vocab_size for id in ids):
+        raise CheckpointError(f"{what} is {list(ids)!r}, expected ids below {vocab_size}")
 
 
 def one_line(error: Exception) -> str:

@@ -9,6 +9,7 @@ checkpoint, so an interrupted save is never read.
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 import tokenizers
 
-from kvjax.checkpoints.checkpoint import Checkpoint
+from kvjax.checkpoints.checkpoint import Checkpoint, check_token_ids, one_line, resolve_dtype
 from kvjax.checkpoints.configs_as_json import from_json, to_json
 from kvjax.checkpoints.tensors import Placement
 from kvjax.checkpoints.tokenizer import Tokenizer
@@ -41,25 +42,49 @@ def save_checkpoint(
     """Write a model into a new folder.
 
     Raises:
-        CheckpointError: the folder exists.
+        CheckpointError: the folder exists or cannot be made; nothing is left behind.
     """
     folder = Path(folder).absolute()
-    if folder.exists():
-        raise CheckpointError(f"{folder} exists; a model is saved into a new folder")
-    with ocp.StandardCheckpointer() as writer:
-        writer.save(folder / "params", params)
     facts = {
         "format": FORMAT,
         "name": name,
         "config": to_json(config),
-        "eos_ids": list(eos_ids),
+        "eos_ids": [int(id) for id in eos_ids],
         "arrays": {key: _describe(x) for key, x in _by_path(params).items()},
         "tokenizer": None,
     }
+    vocabulary = None
     if tokenizer is not None:
-        facts["tokenizer"] = tokenizer.facts
-        (folder / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
-    (folder / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        facts["tokenizer"], vocabulary = tokenizer.facts, tokenizer.to_json()
+    text = json.dumps(facts, indent=1) + "\n"
+    make_new_folder(folder)
+    try:
+        with ocp.StandardCheckpointer() as writer:
+            writer.save(folder / "params", params)
+        if vocabulary is not None:
+            (folder / "tokenizer.json").write_text(vocabulary, encoding="utf-8")
+        (folder / FACTS).write_text(text, encoding="utf-8")
+    except BaseException as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, OSError):
+            reason = error.strerror or error
+            raise CheckpointError(f"{folder} cannot be written: {reason}") from None
+        raise
+
+
+def make_new_folder(folder: Path) -> None:
+    """Make a folder that was not there, with its parents.
+
+    Raises:
+        CheckpointError: it is there, or cannot be made.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir()
+    except FileExistsError:
+        raise CheckpointError(f"{folder} exists; a model is saved into a new folder") from None
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be made: {error.strerror or error}") from None
 
 
 def is_saved(folder: str | Path) -> bool:
@@ -81,26 +106,30 @@ def load_saved(folder: str | Path, dtype: Any = None, *, sharding: Placement = N
     """
     folder = Path(folder).absolute()
     facts = _read_facts(folder)
+    wanted = None if dtype is None else resolve_dtype(dtype).name
     try:
         config, arrays = from_json(facts["config"]), facts["arrays"]
+        if not isinstance(config, TransformerConfig):
+            raise CheckpointError(f"the config is a {type(config).__name__}")
         stored = {entry["dtype"] for entry in arrays.values()}
         described = {key: (tuple(x["shape"]), x["dtype"]) for key, x in arrays.items()}
-        name, eos_ids = facts["name"], tuple(facts["eos_ids"])
+        name, eos_ids = str(facts["name"]), tuple(facts["eos_ids"])
+        if len(stored) != 1:
+            raise CheckpointError(f"parameters of several dtypes: {sorted(stored)}")
+        (saved,) = stored
+        check_token_ids(eos_ids, config.vocab_size, "eos_ids")
+        model = Transformer(config, dtype=resolve_dtype(saved).name)
+        token = jnp.zeros((1, 1), jnp.int32)
+        shapes = jax.eval_shape(model.init, jax.random.key(0), token, token)
     except KvjaxError as error:
         raise CheckpointError(f"{folder / FACTS}: {error}") from None
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{folder / FACTS} is damaged: {error!r}") from None
-    if len(stored) != 1:
-        raise CheckpointError(f"{folder / FACTS}: parameters of several dtypes: {sorted(stored)}")
-    (saved,) = stored
-    if dtype is not None and jnp.dtype(dtype).name != saved:
+    except Exception as error:  # whatever wrong types make of a config
+        raise CheckpointError(f"{folder / FACTS} is damaged: {one_line(error)}") from None
+    if wanted not in (None, saved):
         raise CheckpointError(
-            f"{folder} was saved in {saved}, asked for was {jnp.dtype(dtype).name}; load it as it "
+            f"{folder} was saved in {saved}, asked for was {wanted}; load it as it "
             "is (dtype=None), or convert the original checkpoint again"
         )
-    model = Transformer(config, dtype=saved)
-    token = jnp.zeros((1, 1), jnp.int32)
-    shapes = jax.eval_shape(model.init, jax.random.key(0), token, token)
     _check(folder, described, _by_path(shapes))
     target = jax.tree_util.tree_map_with_path(
         lambda path, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_place(sharding, path, x)),
@@ -125,7 +154,7 @@ def load_saved(folder: str | Path, dtype: Any = None, *, sharding: Placement = N
 def _read_facts(folder: Path) -> dict[str, Any]:
     try:
         facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{folder} holds no complete saved model: {error}") from None
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
         found = facts.get("format") if isinstance(facts, dict) else None
@@ -156,7 +185,10 @@ def _read_tokenizer(folder: Path, facts: dict[str, Any]) -> Tokenizer | None:
     except Exception as error:  # tokenizers raises bare Exception
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{path}: not a readable tokenizer: {reason}") from None
-    return Tokenizer(stored, **facts["tokenizer"])
+    try:
+        return Tokenizer(stored, **facts["tokenizer"])
+    except TypeError as error:
+        raise CheckpointError(f"{folder / FACTS} is damaged: tokenizer: {error}") from None
 
 
 def _place(placement: Placement, path, x) -> jax.sharding.Sharding:

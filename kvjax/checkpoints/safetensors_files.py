@@ -110,7 +110,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: no such file") from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object")
@@ -147,15 +147,16 @@ def _damage(path: Path) -> str | None:
 
 
 def _absent_siblings(paths: list[Path]) -> list[Path]:
-    """Return the shards that names like model-00001-of-00003 promise and the folder lacks."""
-    absent = []
+    """Return the first shard that names like model-00001-of-00003 promise and the folder lacks."""
+    present = set(paths)
     for path in paths:
-        numbered = re.fullmatch(r"(.*-)(\d+)(-of-)(\d+)(\.safetensors)", path.name)
+        numbered = re.fullmatch(r"(.*-)(\d{1,9})(-of-)(\d{1,9})(\.safetensors)", path.name)
         if numbered is None:
             continue
         stem, digits, of, total, suffix = numbered.groups()
+        # Of more numbers than there are files one is missing early.
         for i in range(1, int(total) + 1):
             sibling = path.with_name(f"{stem}{i:0{len(digits)}d}{of}{total}{suffix}")
-            if sibling not in paths and sibling not in absent:
-                absent.append(sibling)
-    return absent
+            if sibling not in present:
+                return [sibling]
+    return []

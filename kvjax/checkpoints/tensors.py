@@ -168,8 +168,12 @@ def _assemble(
         if not all(np.isfinite(block).all() for block in _blocks(stored)):
             # Every text would come out as noise.
             raise CheckpointError(f"{source}: tensor {name} holds NaN or infinity")
-        for part in parts:
-            logical[part.place] = stored if part.view is None else part.view(stored)
+        with np.errstate(over="ignore"):
+            for part in parts:
+                logical[part.place] = stored if part.view is None else part.view(stored)
+    if not all(np.isfinite(block).all() for block in _blocks(out)):
+        names = ", ".join(dict.fromkeys(part.name for part in parameter.parts[:_SHOWN]))
+        raise CheckpointError(f"{source}: tensor {names} holds numbers too large for {dtype.name}")
     return out
 
 
@@ -198,7 +202,11 @@ def half_split(heads: int, kept: int, turned: int) -> View:
     >>> half_split(heads=1, kept=1, turned=4)(np.arange(5)).tolist()
     [0, 1, 3, 2, 4]
     """
-    pairs = kept + np.arange(turned).reshape(-1, 2).T.reshape(-1)
-    head = np.concatenate([np.arange(kept), pairs])
-    order = (np.arange(heads)[:, None] * (kept + turned) + head).reshape(-1)
-    return lambda stored: stored[order]
+
+    def view(stored: np.ndarray) -> np.ndarray:
+        # Not before there is a tensor: a damaged config may ask for billions of rows.
+        pairs = kept + np.arange(turned).reshape(-1, 2).T.reshape(-1)
+        head = np.concatenate([np.arange(kept), pairs])
+        return stored[(np.arange(heads)[:, None] * (kept + turned) + head).reshape(-1)]
+
+    return view

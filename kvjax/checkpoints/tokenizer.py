@@ -247,10 +247,17 @@ class Tokenizer:
                 raise CheckpointError(f"{config_path}: expected a JSON object")
         bos_id = _token_id(tokenizer, config.get("bos_token"))
         add_bos = config.get("add_bos_token")
+        if not (add_bos is None or type(add_bos) is bool):
+            raise CheckpointError(
+                f"{config_path}: add_bos_token is {add_bos!r}, expected true or false"
+            )
         if add_bos is None:
             # Not said in words: see what the file's own post-processor puts in front of a text.
-            plain = tokenizer.encode("a", add_special_tokens=False).ids
-            full = tokenizer.encode("a", add_special_tokens=True).ids
+            try:
+                plain = tokenizer.encode("a", add_special_tokens=False).ids
+                full = tokenizer.encode("a", add_special_tokens=True).ids
+            except Exception:  # a vocabulary without this letter and without an unknown token
+                plain = full = []
             if full[:1] != plain[:1] and bos_id in (None, full[0]):
                 bos_id, add_bos = full[0], True
         template = config.get("chat_template")

@@ -12,6 +12,7 @@ from kvjax.conversion.weights import (
     projections,
     relative_error,
     replace_attention,
+    rounded,
 )
 from kvjax.errors import ConfigError
 from kvjax.language_model import LanguageModel
@@ -53,10 +54,12 @@ def to_grouped(lm: LanguageModel, num_kv_heads: int) -> tuple[LanguageModel, Con
     for i in range(config.num_layers):
         q, k, v = projections(lm, i)
         if pools:
-            new_kv = [x.reshape(num_kv_heads, -1, *x.shape[1:]).mean(1) for x in (k, v)]
+            means = [x.reshape(num_kv_heads, -1, *x.shape[1:]).mean(1) for x in (k, v)]
+            new_kv = [rounded(x, lm.model.dtype) for x in means]
             back = [np.repeat(x, K // num_kv_heads, axis=0) for x in new_kv]
         else:
-            new_kv, back = [np.repeat(x, num_kv_heads // K, axis=0) for x in (k, v)], [k, v]
+            new_kv = [np.repeat(x, num_kv_heads // K, axis=0) for x in (k, v)]
+            back = [k, v]
         errors.append(
             LayerError(keys=relative_error(back[0], k), values=relative_error(back[1], v))
         )

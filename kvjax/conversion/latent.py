@@ -23,6 +23,7 @@ from kvjax.conversion.weights import (
     projections,
     relative_error,
     replace_attention,
+    rounded,
 )
 from kvjax.errors import ConfigError
 from kvjax.language_model import LanguageModel
@@ -68,11 +69,13 @@ def to_latent(
         assert layer.rotary is not None  # checked
         q, k, v = projections(lm, i)
         x = None if inputs is None else inputs[i]
-        half = layer.rotary.dims // 2
         kept, lost = _split_channels(q, k, layer.rotary, pairs)
         factors = _factorise(k, v, lost, latent_dim, x)
+        factors = tuple(rounded(factor, lm.model.dtype) for factor in factors)
         old = lm.params["params"][f"layers_{i}"]["attention"]
-        layers.append(_parameters(q, k, kept, lost, half, factors, old["out"], lm.model.dtype))
+        layers.append(
+            _parameters(q, k, kept, lost, layer.rotary, factors, old["out"], lm.model.dtype)
+        )
         rotaries.append(_rotary(layer.rotary, kept, attention.num_kv_heads))
         errors.append(_errors(q, k, v, lost, factors, layer.rotary, x))
     config = _config(lm.config, attention, latent_dim, 2 * pairs, rotaries)
@@ -167,18 +170,21 @@ def _factorise(
     return down, up[:keys].reshape(K, -1, C), up[keys:].reshape(K, H, C)
 
 
-def _parameters(q, k, kept, lost, half: int, factors, out, dtype: str) -> dict:
+def _parameters(q, k, kept, lost, rotary: RotaryConfig, factors, out, dtype: str) -> dict:
     """Parameters of the latent attention of one layer."""
     N, _, D = q.shape
     K, P = len(k), len(kept)
+    half = rotary.dims // 2
     down, key_up, value_up = factors
+    # Channels that are no longer turned keep the gain that turned ones have.
+    nope = np.where(lost < rotary.dims, rotary.magnitude**2, 1.0)[:, None] * q[:, lost]
     # Rotary channels of all heads: first members of their pairs, then second members.
     k_rope = np.stack([k[:, kept], k[:, kept + half]]).reshape(-1, D)
     rope = np.zeros((N, 2, K, P, D))
     head = np.arange(N) // (N // K)
     rope[np.arange(N), 0, head] = q[:, kept]
     rope[np.arange(N), 1, head] = q[:, kept + half]
-    query = np.concatenate([q[:, lost], rope.reshape(N, -1, D)], axis=1).reshape(-1, D)
+    query = np.concatenate([nope, rope.reshape(N, -1, D)], axis=1).reshape(-1, D)
     return {
         "query": {"kernel": kernel(query, dtype)},
         "latent": {"kernel": kernel(np.concatenate([down, k_rope]), dtype)},

@@ -42,6 +42,11 @@ def kernel(rows: np.ndarray, dtype: str) -> jax.Array:
     return jnp.asarray(rows if outputs_first(dtype) else rows.T, dtype)
 
 
+def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
+    """What is left of f64 `x` once it is stored in `dtype`: errors are those of the saved model."""
+    return x.astype(jnp.dtype(dtype)).astype(np.float64)
+
+
 def replace_attention(
     lm: LanguageModel, config: TransformerConfig, attentions: list[dict[str, Any]], name: str
 ) -> LanguageModel:

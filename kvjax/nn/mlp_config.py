@@ -106,6 +106,11 @@ class MoEConfig:
         E, groups = self.num_experts, self.router.num_groups
         if E % groups:
             raise ConfigError(f"num_experts={E} is not a multiple of num_groups={groups}")
+        if groups > 1 and self.router.group_score == "top2" and E // groups < 2:
+            raise ConfigError(
+                f"num_experts={E} in num_groups={groups}: a group has no two experts for "
+                "group_score='top2'"
+            )
         open_experts = E // groups * self.router.groups_per_token
         if self.experts_per_token > open_experts:
             raise ConfigError(

@@ -126,6 +126,8 @@ class Frequencies:
         return np.asarray(self.values, np.float64)
 
 
+_MOST_DIMS = 1 << 16  # a damaged file may ask for billions
+
 Scaling = Linear | Llama3 | Yarn | PairFactors | Frequencies
 
 
@@ -150,13 +152,15 @@ class RotaryConfig:
     magnitude: float = 1.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.dims, int) or self.dims < 2 or self.dims % 2:
+        if not isinstance(self.dims, int) or not 2 <= self.dims <= _MOST_DIMS or self.dims % 2:
             raise ConfigError(
                 f"rotary dims={self.dims!r}: rotary positions turn pairs of channels, so an even "
-                "number of at least 2 (head_dim, if it is the whole head)"
+                f"number from 2 to {_MOST_DIMS} (head_dim, if it is the whole head)"
             )
         check_positive(self, "theta", "magnitude")
-        if not np.isfinite(self.frequencies).all():
+        with np.errstate(over="ignore"):
+            narrow = self.frequencies.astype(np.float32)  # as they are used
+        if not np.isfinite(narrow).all():
             raise ConfigError(f"rotary frequencies of {self} are not finite")
 
     @property

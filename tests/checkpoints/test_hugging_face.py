@@ -308,3 +308,17 @@ def test_weights_that_are_not_finite_are_refused_by_name(
     weights = make_weights()
     weights["model.layers.1.mlp.up_proj.weight"][3, 5] = np.nan
     fails(folder(weights), "model.layers.1.mlp.up_proj.weight", "NaN")
+
+
+def test_a_name_that_promises_millions_of_shards_is_answered_at_once(make_weights, folder) -> None:
+    path = folder(make_weights())
+    (path / "model.safetensors").rename(path / "model-00001-of-99999999.safetensors")
+    fails(path, "model-00002-of-99999999.safetensors")
+
+
+def test_numbers_too_large_for_the_dtype_are_refused(make_weights, folder) -> None:
+    weights = make_weights()
+    weights["model.norm.weight"] = np.full_like(weights["model.norm.weight"], 3.4e38)
+    path = folder(weights)
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight.*too large for bfloat16"):
+        load_checkpoint(path, "bfloat16")

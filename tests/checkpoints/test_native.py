@@ -1,5 +1,6 @@
 """kvjax's own checkpoints: bit-exact, dtypes kept, and clear errors."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -19,8 +20,8 @@ FIXTURES = Path(__file__).parents[1] / "fixtures" / "models"
 
 @pytest.fixture(scope="module")
 def small() -> LanguageModel:
-    return kvjax.LanguageModel(
-        **{**vars(tiny_lm(dtype="bfloat16", num_layers=1)), "tokenizer": None, "name": "small"}
+    return dataclasses.replace(
+        tiny_lm(dtype="bfloat16", num_layers=1), tokenizer=None, name="small"
     )
 
 
@@ -48,7 +49,7 @@ def test_the_config_of_every_family_survives_json(name):
 @pytest.mark.real_model
 def test_the_tokenizer_comes_back(smollm2, tmp_path):
     lm = tiny_lm(vocab_size=smollm2.config.vocab_size, num_layers=1, d_model=4)
-    whole = LanguageModel(**{**vars(lm), "tokenizer": smollm2.tokenizer})
+    whole = dataclasses.replace(lm, tokenizer=smollm2.tokenizer)
     whole.save(tmp_path / "model")
     again = kvjax.load(tmp_path / "model").tokenizer
     text = "In 2026, <|im_end|> naïve\n\ttokens"
@@ -78,15 +79,38 @@ def test_what_differs_is_named(small, saved, tmp_path):
         (lambda facts: facts["config"]["norm"].update({"class": "LayerNorm"}), "'LayerNorm'"),
         (lambda facts: facts.update(format=99), "format 99"),
         (lambda facts: facts.pop("config"), "damaged"),
+        (lambda facts: facts["config"].update(norm=None), "damaged"),
+        (lambda facts: facts.update(config=facts["config"]["norm"]), "NormConfig"),
+        (lambda facts: facts.update(eos_ids=[-5]), "eos_ids"),
+        (lambda facts: facts["config"]["layers"][0]["rotary"].update(dims=1 << 40), "rotary dims"),
     ],
-    ids=["shape", "missing", "field", "class", "format", "damaged"],
-)
+    ids=[
+        "shape", "missing", "field", "class", "format", "damaged", "null", "other", "ids", "huge",
+    ],
+)  # fmt: skip
 def test_a_damaged_folder_is_refused(saved, change, words):
     facts = json.loads((saved / FACTS).read_text())
     change(facts)
     (saved / FACTS).write_text(json.dumps(facts))
     with pytest.raises(CheckpointError, match=words):
         kvjax.load(saved)
+
+
+def test_a_save_that_fails_leaves_nothing(small, tmp_path):
+    broken = dataclasses.replace(small, tokenizer=object())
+    with pytest.raises(AttributeError):
+        broken.save(tmp_path / "model")
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file" / "model", tmp_path / ("n" * 300)):
+        with pytest.raises(CheckpointError, match="cannot be made"):
+            small.save(folder)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
+
+
+def test_an_unknown_dtype_is_refused(saved):
+    for dtype in ("foo", 5):
+        with pytest.raises(ConfigError, match="is not offered"):
+            kvjax.load(saved, dtype=dtype)
 
 
 def test_an_interrupted_save_is_refused(saved):

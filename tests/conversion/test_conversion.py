@@ -9,7 +9,7 @@ from kvjax import CacheConfig
 from kvjax.conversion import to_grouped, to_latent
 from kvjax.errors import ConfigError
 from kvjax.nn.config import AttentionConfig, TransformerConfig
-from kvjax.nn.rotary import Linear, RotaryConfig
+from kvjax.nn.rotary import Frequencies, Linear, RotaryConfig
 from kvjax.testing.tiny import tiny_lm
 from tests.models import tiny
 from tests.tolerances import TINY_LOGITS
@@ -27,7 +27,7 @@ def test_a_full_latent_with_all_rotations_is_the_same_model() -> None:
     latent, report = to_latent(lm, latent_dim=20)
     assert latent.dims.fields == {"c": 20, "k_rope": 20}
     np.testing.assert_allclose(latent.logits(TOKENS), lm.logits(TOKENS), atol=TINY_LOGITS)
-    assert max(max(dataclasses.astuple(layer)) for layer in report.layers) < 1e-12
+    assert max(max(dataclasses.astuple(layer)) for layer in report.layers) < 1e-6
     # Through a cache it is absorbed, in pages, and as long as the text.
     cache = CacheConfig(layout="paged(page_size=4)")
     decoded = [logits for _, logits in latent.teacher_forced(TOKENS, cache, chunk=1)]
@@ -79,9 +79,28 @@ def test_a_wider_latent_loses_less_and_bytes_follow() -> None:
     lm = tiny(**SIZES)
     reports = [to_latent(lm, C, 4)[1] for C in (8, 16, 24, 32)]
     values = [report.layers[0].values for report in reports]
-    assert values == sorted(values, reverse=True) and values[-1] < 1e-12
+    assert values == sorted(values, reverse=True) and values[-1] < 1e-6
     assert [r.bytes_after for r in reports] == [2 * (C + 2 * 4) * 4 for C in (8, 16, 24, 32)]
     assert {r.bytes_before for r in reports} == {2 * 2 * 20 * 4}
+
+
+@pytest.mark.parametrize("magnitude", [1.0, 1.3])
+def test_pairs_that_hardly_turn_may_lose_their_rotation(magnitude: float) -> None:
+    """Nor do they lose the gain of turned channels (YaRN's attention factor) with it."""
+    base = tiny(**SIZES).config
+    still = Frequencies(values=(1.0, 0.3, 0.0, 0.0, 0.0))
+    rotary = RotaryConfig(dims=10, scaling=still, magnitude=magnitude)
+    layers = tuple(dataclasses.replace(layer, rotary=rotary) for layer in base.layers)
+    lm = tiny_lm(dataclasses.replace(base, layers=layers), scale=1.5)
+    latent, _ = to_latent(lm, 2 * (10 + 6), rope_dim=4)
+    np.testing.assert_allclose(latent.logits(TOKENS), lm.logits(TOKENS), atol=TINY_LOGITS)
+
+
+def test_errors_are_those_of_what_is_saved() -> None:
+    """A full latent in bf16 has the rounding of bf16, and the report says so."""
+    lm = tiny_lm(dtype="bfloat16", num_layers=1)
+    _, report = to_latent(lm, latent_dim=32)
+    assert 1e-4 < report.layers[0].values < 1e-2
 
 
 def test_repeated_heads_are_exact_and_pooled_ones_are_means() -> None:

@@ -4,7 +4,8 @@ from typing import Any
 import pytest
 
 from kvjax.errors import ConfigError
-from kvjax.nn.config import TransformerConfig
+from kvjax.nn.config import MoEConfig, RouterConfig, TransformerConfig
+from kvjax.nn.rotary import RotaryConfig
 
 SIZES: dict[str, Any] = {
     "vocab_size": 49_152,
@@ -44,3 +45,15 @@ def test_parameter_count_of_a_known_model() -> None:
 def test_impossible_sizes_are_refused(change: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         TransformerConfig.llama(**SIZES | change)
+
+
+def test_groups_of_one_expert_have_no_best_two() -> None:
+    router = RouterConfig(num_groups=8, groups_per_token=8, group_score="top2")
+    with pytest.raises(ConfigError, match="no two experts"):
+        MoEConfig(num_experts=8, experts_per_token=2, d_ff=4, router=router)
+
+
+@pytest.mark.parametrize("change", [{"dims": 1 << 33}, {"theta": 1e-300}])
+def test_impossible_rotary_positions_are_refused_at_once(change: dict) -> None:
+    with pytest.raises(ConfigError, match="rotary"):
+        RotaryConfig(**{"dims": 8} | change)

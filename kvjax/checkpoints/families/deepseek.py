@@ -139,7 +139,7 @@ def _latent(config: LatentAttentionConfig, D: int, at: str, stem: str) -> Iterat
 
 def _predicting_further(raw: RawConfig) -> str:
     """Layers behind the last one, which predict tokens further ahead."""
-    L, further = raw.num_layers, raw.integer("num_nextn_predict_layers", 1, least=0)
+    L, further = raw.num_layers, raw.integer("num_nextn_predict_layers", 1, least=0, most=64)
     numbers = "|".join(str(L + i) for i in range(further))
     return rf"model\.layers\.({numbers})\."
 
