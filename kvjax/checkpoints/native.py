@@ -9,6 +9,7 @@ checkpoint, so an interrupted save is never read.
 """
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -78,11 +79,10 @@ def make_new_folder(folder: Path) -> None:
     Raises:
         CheckpointError: it is there, or cannot be made.
     """
+    if os.path.lexists(folder):
+        raise CheckpointError(f"{folder} exists; a model is saved into a new folder")
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir()
-    except FileExistsError:
-        raise CheckpointError(f"{folder} exists; a model is saved into a new folder") from None
+        folder.mkdir(parents=True)
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be made: {error.strerror or error}") from None
 
