@@ -1,6 +1,6 @@
 """kvjax's own checkpoint: a folder with the config as JSON, the arrays by orbax, the tokenizer.
 
-    kvjax_model.json   format, name, config, dtype, shapes and dtypes of all parameters, eos ids
+    kvjax_model.json   format, name, config, shapes and dtypes of all parameters, sizes of files
     params/            orbax
     tokenizer.json     if the model has one
 
@@ -57,14 +57,15 @@ def save_checkpoint(
     vocabulary = None
     if tokenizer is not None:
         facts["tokenizer"], vocabulary = tokenizer.facts, tokenizer.to_json()
-    text = json.dumps(facts, indent=1) + "\n"
+    json.dumps(facts)  # what cannot be written is said before the work
     make_new_folder(folder)
     try:
         with ocp.StandardCheckpointer() as writer:
             writer.save(folder / "params", params)
         if vocabulary is not None:
             (folder / "tokenizer.json").write_text(vocabulary, encoding="utf-8")
-        (folder / FACTS).write_text(text, encoding="utf-8")
+        facts["files"] = _sizes(folder)
+        (folder / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, OSError):
@@ -114,6 +115,7 @@ def load_saved(folder: str | Path, dtype: Any = None, *, sharding: Placement = N
         stored = {entry["dtype"] for entry in arrays.values()}
         described = {key: (tuple(x["shape"]), x["dtype"]) for key, x in arrays.items()}
         name, eos_ids = str(facts["name"]), tuple(facts["eos_ids"])
+        files = dict(facts["files"])
         if len(stored) != 1:
             raise CheckpointError(f"parameters of several dtypes: {sorted(stored)}")
         (saved,) = stored
@@ -131,6 +133,7 @@ def load_saved(folder: str | Path, dtype: Any = None, *, sharding: Placement = N
             "is (dtype=None), or convert the original checkpoint again"
         )
     _check(folder, described, _by_path(shapes))
+    _check_files(folder, files)
     target = jax.tree_util.tree_map_with_path(
         lambda path, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_place(sharding, path, x)),
         shapes,
@@ -174,6 +177,21 @@ def _check(folder: Path, described: dict, wanted: dict[str, Any]) -> None:
                 f"{folder}: parameter {key} is {dtype}{list(shape)}, the config asks for "
                 f"{wanted[key].dtype.name}{list(wanted[key].shape)}"
             )
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Bytes of every file that holds parameters."""
+    files = sorted(path for path in (folder / "params").rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+
+
+def _check_files(folder: Path, saved: dict[str, int]) -> None:
+    """Refuse files that are missing or cut, before orbax reads the others."""
+    found = _sizes(folder)
+    for name, size in saved.items():
+        if found.get(name) != size:
+            now = f"has {found[name]} bytes" if name in found else "is missing"
+            raise CheckpointError(f"{folder / name} {now}, {size} were saved; copy it again")
 
 
 def _read_tokenizer(folder: Path, facts: dict[str, Any]) -> Tokenizer | None:
