@@ -2,7 +2,6 @@
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import kvjax
 from kvjax import CacheConfig, Codecs, Int, Paged, Window
@@ -51,9 +50,8 @@ def test_absorbed_is_expanded() -> None:
     np.testing.assert_array_equal(scaled[0], absorbed[0])
 
 
-@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
-def test_deepseek_through_latent_caches(name: str) -> None:
-    lm = kvjax.load(MODELS / name)
+def test_deepseek_through_latent_caches() -> None:
+    lm = kvjax.load(MODELS / "deepseek_v3")
     latent = lm.config.attention
     C, R, L, S = latent.latent_dim, latent.rope_dim, lm.config.num_layers, 48
     prompt = np.random.default_rng(1).integers(1, lm.config.vocab_size, 40).tolist()
@@ -62,9 +60,8 @@ def test_deepseek_through_latent_caches(name: str) -> None:
         assert cache.init(lm.dims, 1, S).nbytes().payload == L * S * (C + R) * 4
         np.testing.assert_allclose(lm.log_likelihood(prompt, cache, 40), exact, atol=2e-4)
     int8 = CacheConfig(codec=Codecs(c=Int(bits=8), k_rope=Int(bits=8)))
-    lossy = lm.log_likelihood(prompt, int8, 40)
+    difference = np.abs(lm.log_likelihood(prompt, int8, 40) - exact)
     # Here and there a token takes another expert; most hardly notice.
-    assert 0 < np.median(np.abs(lossy - exact)) < 0.1
+    assert 0 < np.median(difference) < 0.1
     assert int8.predict_nbytes(lm.dims, 1, S).payload == L * S * (C + R)
-    new = [lm.generate(prompt, cache, max_new_tokens=6).tokens for cache in (None, int8)]
-    assert all(len(tokens[0]) == 6 for tokens in new)
+    assert len(lm.generate(prompt, int8, max_new_tokens=6).tokens[0]) == 6
