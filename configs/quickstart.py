@@ -8,8 +8,8 @@ compilation cache, seconds if all rows are there. Perplexity is 12.99 with the e
 
     paged16             1.00    the same logits from pages in shuffled order
     int8                1.00    9 bits a value, KL 0.0002
-    int4                1.05    5 bits a value; with keys by channel 1.004 for the same bits
-    int2-channel-keys   1.33    3 bits a value
+    int4                1.06    5 bits a value; with keys by channel 1.005 for the same bits
+    int2-channel-keys   1.30    3 bits a value
     window256           1.6     the first tokens are gone, and with them the attention sinks
     sinks4+252          1.07    four of them are kept; the same with positions in the cache
 """
