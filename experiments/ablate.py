@@ -20,7 +20,7 @@ from rich.console import Console
 import kvjax
 from experiments import measure
 from experiments.configuration import AblationConfig, flatten
-from experiments.conversions import describe
+from experiments.conversions import Conversion, describe
 from experiments.environment import code_fingerprint, count_cache_hits, environment
 from experiments.progress import RunProgress
 from experiments.report import result_table, write_report
@@ -116,7 +116,7 @@ def _run_pending(
             reference = None if label == config.baseline else folder.latest()[config.baseline]
             own = dataclasses.replace(material, lm=models.get(label, lm))
             row = run_variant(config, own, label, exact, reference, progress.stage)
-            row = facts | row
+            row |= facts | {"model": own.lm.name}
             folder.append(row)
             progress.finish(row)
             # No later variant runs its programs, and each holds on to 100 MB and more.
@@ -127,15 +127,17 @@ def _models(
     config: AblationConfig, lm: LanguageModel, pending: list[str], console: Console
 ) -> dict[str, LanguageModel]:
     """Convert the model for the variants that ask for it; what they share is shared."""
-    models = {}
-    for label, conversion in config.conversions.items():
-        if label in pending:
-            console.print(f"converting for {label}: {describe(conversion)}", highlight=False)
-            try:
-                models[label], _ = conversion.apply(lm)
-            except KvjaxError as error:
-                raise type(error)(f"variant {label}: {error}") from None
-    return models
+    made: dict[Conversion, LanguageModel] = {}
+    wanted = {label: c for label, c in config.conversions.items() if label in pending}
+    for label, conversion in wanted.items():
+        if conversion in made:
+            continue
+        console.print(f"converting for {label}: {describe(conversion)}", highlight=False)
+        try:
+            made[conversion], _ = conversion.apply(lm)
+        except KvjaxError as error:
+            raise type(error)(f"variant {label}: {error}") from None
+    return {label: made[conversion] for label, conversion in wanted.items()}
 
 
 def run_variant(

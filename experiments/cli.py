@@ -108,9 +108,9 @@ class Generate:
     ] = ()
     """A choice of the cache, as `kvjax list` shows them. May be given several times."""
     model: str = "smollm2-135m"
-    """A name that `kvjax list` shows, a Hugging Face folder, or a .gguf file."""
-    dtype: str = "float32"
-    """Of weights and activations: float32 or bfloat16."""
+    """A name that `kvjax list` shows, a folder, or a .gguf file."""
+    dtype: str | None = None
+    """Of weights and activations: float32 or bfloat16; what was saved, or float32."""
     max_new_tokens: int = 64
     """Most new tokens; an end-of-text token ends earlier."""
     temperature: float = 0.0
@@ -174,7 +174,7 @@ class Convert:
     kv_heads: int | None = None
     """Number of KV heads (with --to grouped)."""
     dtype: str | None = None
-    """Of the weights: float32 or bfloat16; float32 if not given."""
+    """Of the weights: float32 or bfloat16; what was saved, or float32."""
 
     def run(self) -> int:
         """Convert and save."""

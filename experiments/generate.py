@@ -63,7 +63,7 @@ def generate(
     *,
     cache: CacheConfig,
     model: str,
-    dtype: str,
+    dtype: str | None,
     max_new_tokens: int,
     sampling: kvjax.Sampling,
     out: TextIO,

@@ -3,13 +3,18 @@
 from pathlib import Path
 from typing import Any
 
-from kvjax.checkpoints.checkpoint import Checkpoint, check_context_len, resolve_dtype
+from kvjax.checkpoints.checkpoint import (
+    Checkpoint,
+    check_context_len,
+    check_token_ids,
+    resolve_dtype,
+)
 from kvjax.checkpoints.families import FAMILIES, Family
 from kvjax.checkpoints.raw_config import RawConfig
 from kvjax.checkpoints.safetensors_files import SafetensorsFiles, read_json
 from kvjax.checkpoints.tensors import Placement, assemble_params, check_tensors
 from kvjax.checkpoints.tokenizer import Tokenizer
-from kvjax.errors import CheckpointError, ConfigError
+from kvjax.errors import ConfigError
 from kvjax.nn.config import TransformerConfig
 
 # Where files say that their weights are quantized.
@@ -102,8 +107,5 @@ def _eos_ids(
         sources.insert(0, generation.get("eos_token_id"))
     found = next((ids for ids in sources if ids is not None), [])
     ids = tuple(found if isinstance(found, list) else [found])
-    if not all(type(id) is int and 0 <= id < vocab_size for id in ids):
-        raise CheckpointError(
-            f"{folder}: eos_token_id is {found!r}, expected ids below {vocab_size}"
-        )
+    check_token_ids(ids, vocab_size, f"{folder}: eos_token_id")
     return ids

@@ -129,8 +129,8 @@ def load_saved(folder: str | Path, dtype: Any = None, *, sharding: Placement = N
         raise CheckpointError(f"{folder / FACTS} is damaged: {one_line(error)}") from None
     if wanted not in (None, saved):
         raise CheckpointError(
-            f"{folder} was saved in {saved}, asked for was {wanted}; load it as it "
-            "is (dtype=None), or convert the original checkpoint again"
+            f"{folder} was saved in {saved}, asked for was {wanted}; give dtype={saved!r} "
+            "or none, or convert the original checkpoint again"
         )
     _check(folder, described, _by_path(shapes))
     _check_files(folder, files)

@@ -15,9 +15,9 @@ FORMATS = ("e4m3fn", "e5m2")
 class Float8:
     """x is stored as float8(x / scale), scale = max|x| / the format's largest number.
 
-    The scale of a token and head uses the whole range of the format, and nothing saturates but
-    infinities; without scales values beyond the range saturate to it. A NaN becomes 0, so that it
-    never reaches another token.
+    The scale of a token and head uses the whole range of the format; values beyond 65,504 times
+    that range, the largest scale, saturate. Without scales values beyond the range itself saturate
+    to it. A NaN becomes 0, so that it never reaches another token.
 
     Attributes:
         format: "e4m3fn" (3 bits of mantissa, up to 448) or "e5m2" (2 bits, up to 57,344).

@@ -126,12 +126,12 @@ class Hadamard:
 
     def encode(self, x: jax.Array) -> tuple[jax.Array, ...]:
         x = x.astype(jnp.float32)
-        # The largest vector that a scale can hold; what is beyond saturates as a whole.
         y = self.basis.forward(jnp.where(jnp.isfinite(x), x, 0.0))
         peak = jnp.max(jnp.abs(y), axis=-1, keepdims=True)
         unit = y / jnp.where(peak > 0, peak, 1.0)  # squares of large numbers overflow
         size = peak * jnp.sqrt(jnp.mean(unit * unit, axis=-1, keepdims=True))
         limit = float(jnp.finfo(self.scale_dtype).max)
+        # What is beyond the largest scale saturates.
         scale = jnp.minimum(size, limit).astype(self.scale_dtype)
         wide = scale.astype(jnp.float32)
         levels = np.asarray(gaussian_codebook(self.bits), np.float32)
